@@ -9,6 +9,12 @@
 //! tensor: rounding grows with the numbers that were added up, not with their sum. Integers and truth values
 //! agree if they are equal. NaN agrees with NaN.
 //!
+//! Some tensors are rounding and nothing else: the gradient of a bias before batch norm, or of the keys' bias
+//! in attention, is zero but for it. When an output differs, the reference therefore also runs with each
+//! value that it computes rounded to `bf16`. What that changes, times the rounding of the step over that of `bf16`,
+//! is the noise of the output. If it drowns the output, a difference of the noise's size says nothing, and
+//! agrees.
+//!
 //! Under autocast the step rounds to 16 bits where the reference does not, at every product of a chain, and an
 //! optimizer may divide small numbers by each other: numbers agree then if they differ by at most
 //! [`allowed_by_autocast`]. A tensor that is itself stored in 16 bits may be off by one unit in the last place.
@@ -17,7 +23,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kiln_graph::{DType, Graph, HostTensor, NodeData, Op};
+use kiln_graph::{DType, Graph, HostTensor, NodeData, Op, Rewriter, TypeError};
 
 use super::minify::Suspect;
 use super::{Executable, ExecuteError, Setting, prepare};
@@ -152,9 +158,63 @@ fn allowed_by_autocast(dtype: DType) -> f64 {
     }
 }
 
+/// The rounding of a number of `dtype`, relative to that of one of `bf16`. A sum in `f32` rounds at each of
+/// its terms and not once, as a value rounded to `bf16` does: for it this is 8 times as much.
+fn rounding_over_bf16(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 1.0,
+        DType::F16 => 2f64.powi(-3),
+        _ => 2f64.powi(-13),
+    }
+}
+
+/// The graph with every value of `f32` that it computes rounded to `bf16`.
+fn rounded(graph: &Graph) -> Result<Graph, TypeError> {
+    let mut new = Rewriter::new(graph);
+    for (id, node) in graph.nodes() {
+        new.copy(id)?;
+        if matches!(node.op, Op::Parameter { .. } | Op::Scalar { .. }) {
+            continue;
+        }
+        for &value in node
+            .outputs
+            .iter()
+            .filter(|&&value| graph.ty(value).dtype == DType::F32)
+        {
+            let whole = new.map(value);
+            let half = new.graph.cast(whole, DType::BF16, &node.provenance)?;
+            let back = new.graph.cast(half, DType::F32, &node.provenance)?;
+            new.replace(value, back);
+        }
+    }
+    Ok(new.finish())
+}
+
+/// Whether a tensor is drowned by its noise, and `found` is no further from it than that explains. `rounded`
+/// is what the reference makes of it with values rounded to `bf16`, of which the step's rounding is `share`.
+fn is_noise(expected: &HostTensor, found: &HostTensor, rounded: &HostTensor, share: f64) -> bool {
+    if !expected.ty().dtype.is_float() {
+        return false;
+    }
+    let expected = expected.to_f64s();
+    let furthest = |other: &HostTensor| {
+        let pairs = expected.iter().zip(other.to_f64s());
+        // A NaN is no distance: it makes the whole infinite.
+        pairs.fold(0.0f64, |most, (a, b)| match (a - b).abs() {
+            distance if distance.is_nan() => f64::INFINITY,
+            distance => most.max(distance),
+        })
+    };
+    let largest = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
+    let noise = share * furthest(rounded);
+    noise.is_finite() && noise >= largest / 16.0 && furthest(found) <= 32.0 * noise
+}
+
 /// Compares the first runs of a step with a reference.
 pub struct Checker {
     check: NumericsCheck,
+    /// The rounding of the step over that of `bf16`.
+    rounding: f64,
     options: CompileOptions,
     reference: Box<dyn Executable>,
     /// Backend and GPU of the step.
@@ -188,6 +248,7 @@ impl Checker {
         };
         Ok(Some(Self {
             check,
+            rounding: rounding_over_bf16(autocast.unwrap_or(DType::F32)),
             options: options.clone(),
             reference,
             of: (backend, gpu),
@@ -225,7 +286,23 @@ impl Checker {
             let (expected, found) = (expected.to_host_tensor()?, found.to_host_tensor()?);
             difference(&expected, &found, tolerance).map(|difference| (index, difference))
         };
-        let Some((index, difference)) = expected.iter().zip(outputs).enumerate().find_map(differs) else {
+        let differing = || expected.iter().zip(outputs).enumerate().filter_map(differs);
+        if differing().next().is_none() {
+            return Ok(());
+        }
+        let rounded = self.rounded(graph, inputs, scalars);
+        let explained = |index: usize| {
+            let tensors = rounded.as_ref().and_then(|rounded| {
+                let rounded = rounded[index].to_host_tensor()?;
+                Some((
+                    expected[index].to_host_tensor()?,
+                    outputs[index].to_host_tensor()?,
+                    rounded,
+                ))
+            });
+            tensors.is_some_and(|(a, b, rounded)| is_noise(&a, &b, &rounded, self.rounding))
+        };
+        let Some((index, difference)) = differing().find(|(index, _)| !explained(*index)) else {
             return Ok(());
         };
         let located = executable.locate(&Reference {
@@ -249,6 +326,22 @@ impl Checker {
             options: &self.options,
         };
         Err(suspect.minified(parted))
+    }
+}
+
+impl Checker {
+    /// The outputs of the reference with values rounded to `bf16`; none if it cannot run so. What ranks do
+    /// together is done once.
+    fn rounded(&self, graph: &Graph, inputs: &[Storage], scalars: &[u64]) -> Option<Vec<Storage>> {
+        if graph
+            .nodes()
+            .any(|(_, node)| matches!(node.op, Op::Collective(_)))
+        {
+            return None;
+        }
+        let graph = Arc::new(rounded(graph).ok()?);
+        let (reference, _) = prepare(self.check.backend, 0, graph, &self.options, Setting::default()).ok()?;
+        reference.run(inputs.to_vec(), scalars).ok()
     }
 }
 
@@ -319,6 +412,25 @@ impl Reference<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn noise_explains_differences_of_its_own_size_alone() {
+        let tensor =
+            |values: &[f64]| HostTensor::from_floats(DType::F32, [values.len()], values.iter().copied());
+        let (expected, rounded) = (tensor(&[2e-10, -1e-10]), tensor(&[3e-5, 1e-5]));
+        let share = rounding_over_bf16(DType::F32);
+        let explained = |found: &[f64]| is_noise(&expected, &tensor(found), &rounded, share);
+        assert!(explained(&[-4e-10, 3e-10]));
+        assert!(!explained(&[1e-6, 0.0]) && !explained(&[f64::NAN, 0.0]));
+        // A tensor that holds in its first digits is no noise.
+        let expected = tensor(&[1.0, -1e-10]);
+        assert!(!is_noise(
+            &expected,
+            &tensor(&[1.001, 0.0]),
+            &tensor(&[1.004, 1e-5]),
+            share
+        ));
+    }
 
     fn floats(values: &[f32]) -> HostTensor {
         HostTensor::from_vec([values.len()], values)
