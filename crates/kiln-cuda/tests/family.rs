@@ -6,7 +6,7 @@ mod common;
 use kiln_compiler::Options;
 use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{CacheFolder, Compiler, Store};
-use kiln_cuda::code::Pointer;
+use kiln_cuda::code::{CallKind, Pointer};
 use kiln_cuda::family::{Backend, CudaMaker, Family, Outcome, SharedStep, Uncompiled};
 use kiln_cuda::testing::host::HostStep;
 use kiln_family::Maker as _;
@@ -113,6 +113,45 @@ fn twenty_lengths_and_the_last_batch_take_three_compilations() {
     let lengths = compilations.iter().filter(|(batch, _)| *batch == 4).count();
     assert!(lengths <= 3, "compiled at {compilations:?}");
     assert!(compilations.len() <= 5, "compiled at {compilations:?}");
+}
+
+/// The same kernel twice in a step, as two functions of a step that differ in numbers are.
+#[test]
+fn two_functions_of_a_step_may_be_one_kernel() {
+    let family = family();
+    for length in [20, 12] {
+        family.compile_into(&step(2, length).0, None).unwrap();
+    }
+    let (graph, tensors, scalars) = step(2, 26);
+    let (mut shared, _) = family.compile_into(&graph, None).unwrap();
+    let expected = run(&shared, &graph, &tensors, &scalars);
+    let mut launches = vec![0; shared.code.functions.len()];
+    for call in &shared.code.calls {
+        if let CallKind::Launch {
+            function, arguments, ..
+        } = &call.kind
+            && arguments.iter().any(|it| matches!(it, Pointer::Words(_)))
+        {
+            launches[*function] += 1;
+        }
+    }
+    let once = launches.iter().position(|&count| count > 1).unwrap();
+    let twice = shared.code.functions.len();
+    let copy = shared.code.functions[once].clone();
+    shared.code.functions.push(copy);
+    for call in shared.code.calls.iter_mut().rev() {
+        if let CallKind::Launch { function, .. } = &mut call.kind
+            && *function == once
+        {
+            *function = twice;
+            break;
+        }
+    }
+    assert_eq!(run(&shared, &graph, &tensors, &scalars), expected);
+    // One name for two texts is an error of the step.
+    shared.code.functions[twice].text.body.push_str("\n;");
+    let error = HostStep::build(&shared.code).unwrap_err();
+    assert!(error.contains("different texts"), "{error}");
 }
 
 #[test]

@@ -5,8 +5,8 @@
 //! - in the statements of a function, and
 //! - as the value of a named constant, `constexpr int EXTENT = 296;`, whose name stands in such places alone.
 //!
-//! Everything else stays a constant: template arguments, extents of arrays, headers of loops that are
-//! unrolled, alignments, launch bounds, labels, what preprocessor lines say and what stands between them, and
+//! Everything else stays a constant: template arguments, extents of arrays, headers of loops that are unrolled
+//! completely, alignments, launch bounds, labels, what preprocessor lines say and what stands between them, and
 //! whatever is a constant that such a place mentions. Where this file takes a place for free and NVRTC does
 //! not, NVRTC rejects the template, and the function is compiled for each of its numbers.
 

@@ -1,5 +1,6 @@
 //! Compiles the kernels of a step to a library that the host loads.
 
+use std::collections::HashMap;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt::Write as _;
 use std::os::unix::fs::DirBuilderExt as _;
@@ -166,6 +167,9 @@ fn remove_old(folder: &Path) {
 fn source(code: &StepCode) -> Result<String, String> {
     let mut text = format!("#line 1 \"kiln_host.h\"\n{HEADER}\n#line 1 \"prelude\"\n{PRELUDE}\n");
     let mut kernels = String::new();
+    // Functions of a family's step may be one kernel with other numbers. On a device they are in one program or
+    // in two, and here all are in one.
+    let mut written: HashMap<&str, String> = HashMap::new();
     for Function {
         name,
         text: function,
@@ -175,7 +179,15 @@ fn source(code: &StepCode) -> Result<String, String> {
         if function.device_only {
             return Err(format!("kernel {name} runs on a GPU alone"));
         }
-        let _ = write!(text, "#line 1 \"{name}\"\n{}", function.source(name, *guarded));
+        let own = function.source(name, *guarded);
+        match written.get(&**name) {
+            Some(known) if *known == own => {}
+            Some(_) => return Err(format!("two kernels have the name {name} and different texts")),
+            None => {
+                let _ = write!(text, "#line 1 \"{name}\"\n{own}");
+                written.insert(name, own);
+            }
+        }
         let _ = writeln!(
             kernels,
             "    {{ \"{name}\", [](void** arguments) {{ kiln_host::call({name}, arguments); }} }},"
