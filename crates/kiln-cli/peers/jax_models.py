@@ -4,7 +4,8 @@
 
     forward(parameters, statistics, inputs, key) -> (logits, statistics)
 
-where `key` draws what dropout leaves out; None stands for inference.
+where `key` draws what dropout leaves out; None stands for inference. With parameters of 16 bits the statistics of
+norms and softmax are computed in f32, as PyTorch's autocast does; with f32 that changes nothing.
 """
 
 import math
@@ -21,6 +22,8 @@ LLAMA = {
     "llama-tiny": (256, 4, 8, 8, 688, 4096),
     "llama-15m": (288, 6, 6, 6, 768, 32000),
     "llama-125m": (768, 12, 12, 12, 2048, 32000),
+    "llama-1b": (2048, 16, 32, 8, 8192, 128256),
+    "decoder-2l": (1024, 2, 8, 4, 32 * 1024, 3200),
 }
 # Width, layers, heads, inner width.
 BERT = {"bert-minilm": (384, 6, 12, 1536), "bert-base": (768, 12, 12, 3072)}
@@ -89,16 +92,17 @@ def norm_parameters(width):
 
 
 def layer_norm(layer, hidden, epsilon):
-    centred = hidden - hidden.mean(axis=-1, keepdims=True)
+    exact = hidden.astype(jnp.float32)
+    centred = exact - exact.mean(axis=-1, keepdims=True)
     variance = (centred**2).mean(axis=-1, keepdims=True)
-    return centred * jax.lax.rsqrt(variance + epsilon) * layer["weight"] + layer["bias"]
+    return (centred * jax.lax.rsqrt(variance + epsilon)).astype(hidden.dtype) * layer["weight"] + layer["bias"]
 
 
 def dropout(hidden, rate, key):
     if key is None:
         return hidden
     keep = jax.random.bernoulli(key, 1 - rate, hidden.shape)
-    return jnp.where(keep, hidden / (1 - rate), 0)
+    return jnp.where(keep, hidden / (1 - rate), 0).astype(hidden.dtype)
 
 
 def gelu(hidden):
@@ -112,8 +116,8 @@ def split_heads(hidden, heads):
 
 def attend(query, key, value, mask=None, drop=lambda weights: weights):
     """Attention of [batch, heads, length, width] to [batch, length, heads * width]."""
-    scores = query @ key.swapaxes(-1, -2) / math.sqrt(query.shape[-1])
-    weights = drop(jax.nn.softmax(scores if mask is None else scores + mask))
+    scores = (query @ key.swapaxes(-1, -2) / math.sqrt(query.shape[-1])).astype(jnp.float32)
+    weights = drop(jax.nn.softmax(scores if mask is None else scores + mask).astype(value.dtype))
     batch, heads, length, width = query.shape
     return (weights @ value).transpose(0, 2, 1, 3).reshape(batch, length, heads * width)
 
@@ -152,7 +156,8 @@ def llama_parameters(keys, sizes):
 
 
 def rms_norm(hidden, weight):
-    return weight * hidden * jax.lax.rsqrt(jnp.mean(hidden**2, axis=-1, keepdims=True) + 1e-5)
+    exact = hidden.astype(jnp.float32)
+    return weight * (exact * jax.lax.rsqrt(jnp.mean(exact**2, axis=-1, keepdims=True) + 1e-5)).astype(hidden.dtype)
 
 
 def rotate(heads, cosine, sine):
@@ -166,10 +171,10 @@ def llama(sizes, parameters, statistics, tokens, key):
     head_width = width // heads
     frequencies = 10000.0 ** -(jnp.arange(0, head_width, 2) / head_width)
     angles = jnp.outer(jnp.arange(length), frequencies)
-    rotation = jnp.cos(angles), jnp.sin(angles)
+    hidden = parameters["embedding"][tokens]
+    rotation = jnp.cos(angles).astype(hidden.dtype), jnp.sin(angles).astype(hidden.dtype)
     hidden_future = jnp.triu(jnp.full((length, length), -jnp.inf), 1)
 
-    hidden = parameters["embedding"][tokens]
     for block in parameters["blocks"]:
         normed = rms_norm(hidden, block["attention_norm"])
         query = rotate(split_heads(normed @ block["query"], heads), *rotation)
@@ -386,12 +391,14 @@ def convolve(layer, parameters, statistics, hidden, training):
         feature_group_count=layer.groups,
     )
     mean, variance = statistics["mean"], statistics["variance"]
+    exact = hidden.astype(jnp.float32)
     if training:
-        mean, variance = hidden.mean(axis=(0, 1, 2)), hidden.var(axis=(0, 1, 2))
+        mean, variance = exact.mean(axis=(0, 1, 2)), exact.var(axis=(0, 1, 2))
         now = {"mean": mean, "variance": variance}
         statistics = {name: 0.9 * statistics[name] + 0.1 * now[name] for name in now}
     norm = parameters["norm"]
-    hidden = (hidden - mean) * (jax.lax.rsqrt(variance + 1e-5) * norm["weight"]) + norm["bias"]
+    exact = (exact - mean) * (jax.lax.rsqrt(variance + 1e-5) * norm["weight"]) + norm["bias"]
+    hidden = exact.astype(hidden.dtype)
     return (layer.activation(hidden) if layer.activation else hidden), statistics
 
 

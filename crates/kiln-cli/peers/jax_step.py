@@ -1,8 +1,8 @@
 """One training step in JAX, timed like `kiln bench`: loss, gradient and AdamW in one jitted function.
 
-    jax_step.py [--mode jit] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer]
+    jax_step.py [--mode jit] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--autocast bf16|f16]
 
-Prints one JSON object whose fields are those of `kiln bench --json`.
+With `--autocast` the model computes with parameters and images rounded to 16 bits; gradients, loss and optimizer are f32. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ WARMUP = 2
 
 
 def cross_entropy(logits, targets):
-    picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[:, None], axis=1)
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits.astype(jnp.float32)), targets[:, None], axis=1)
     return -picked.mean()
 
 
@@ -38,6 +38,12 @@ def adamw(parameters, gradients, state):
     return jax.tree.map(update, parameters, first, second), (count, first, second)
 
 
+def device_memory():
+    """The most memory of the GPU that was held at once in MiB; None on the CPU."""
+    held = jax.local_devices()[0].memory_stats()
+    return held["peak_bytes_in_use"] // 2**20 if held else None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", choices=NAMES)
@@ -47,12 +53,19 @@ def main():
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--infer", action="store_true")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--autocast", choices=("bf16", "f16"))
     arguments = parser.parse_args()
+    jax.config.update("jax_platforms", arguments.device)
+    dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, None: jnp.float32}[arguments.autocast]
+
+    def rounded(values):
+        return jax.tree.map(lambda value: value.astype(dtype) if value.dtype == jnp.float32 else value, values)
 
     model = subject(arguments.model, arguments.batch, arguments.seq, arguments.size)
 
     def loss(parameters, running, key, inputs, targets):
-        logits, running = model.forward(parameters, running, inputs, key)
+        logits, running = model.forward(rounded(parameters), running, rounded(inputs), key)
         return cross_entropy(logits.reshape(-1, logits.shape[-1]), targets), running
 
     @partial(jax.jit, donate_argnums=(0, 1, 2))
@@ -69,7 +82,7 @@ def main():
 
     @jax.jit
     def infer(parameters, running, inputs):
-        return model.forward(parameters, running, inputs, None)[0].mean()
+        return model.forward(rounded(parameters), running, rounded(inputs), None)[0].astype(jnp.float32).mean()
 
     def step():
         nonlocal parameters, running, state, key
@@ -101,6 +114,7 @@ def main():
                 "median": statistics.median(times),
                 "min": min(times),
                 "first": first,
+                "device_mb": device_memory(),
                 "mem_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
                 "loss": float(result),
             }

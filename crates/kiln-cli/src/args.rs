@@ -232,8 +232,8 @@ pub struct GenerateArguments {
 /// Arguments of `kiln bench`.
 #[derive(Args, Debug, Clone)]
 pub struct BenchArguments {
-    /// mlp, llama-tiny, llama-15m, llama-125m, bert-minilm, bert-base, vit_small, or an image classifier such
-    /// as resnet18
+    /// mlp, llama-tiny, llama-15m, llama-125m, llama-1b, decoder-2l, bert-minilm, bert-base, vit_small, or an
+    /// image classifier such as resnet18
     #[arg(required_unless_present = "table")]
     pub model: Option<String>,
     /// Examples in a batch
@@ -278,6 +278,10 @@ pub struct BenchArguments {
     /// How often each program of the table is measured; the median counts
     #[arg(long, default_value_t = 3)]
     pub rounds: usize,
+    /// Programs of the table beside Kiln, with commas between them: torch-eager, torch-compile, torch-overhead
+    /// (CUDA graphs), jax-jit; all that are installed by default
+    #[arg(long, value_delimiter = ',', requires = "table")]
+    pub peers: Vec<String>,
 }
 
 /// Arguments of `kiln explain`.

@@ -1,16 +1,28 @@
 //! `kiln bench --table`: Kiln's training steps beside those of PyTorch and JAX on this machine.
 //!
 //! Every measurement is a process of its own, so that its memory is one program's and nothing is warm by
-//! accident. The programs take turns, so that a machine that slows down slows all of them. Of the rounds
-//! the one with the median step time counts. Every process compiles anew, with its caches in a new folder;
-//! the line "cached" is a second process of Kiln that finds the first one's cache.
+//! accident. The programs take turns, so that a machine that slows down slows all of them. Each program has
+//! a folder of its own for what it compiles, empty in the first round: the time of the first call is that of
+//! the first round, and later rounds find what the first has compiled. Of the rounds the one with the median
+//! step time counts. The line "cached" is a process of Kiln that finds the first one's cache.
+//!
+//! On a GPU the models are larger, and PyTorch also runs with CUDA graphs (`torch-overhead`).
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use kiln::Place;
+
 use super::Measurement;
-use crate::args::BenchArguments;
+use crate::args::{BenchArguments, autocast_name};
 use crate::error::CliError;
+
+/// This program's name in the table.
+const KILN: &str = "kiln";
+
+/// The other programs: a module of Python, and in which modes it is measured. CUDA graphs need a GPU.
+const PEERS: [(&str, &[&str]); 2] = [("torch", &["eager", "compile", CUDA_GRAPHS]), ("jax", &["jit"])];
+const CUDA_GRAPHS: &str = "overhead";
 
 /// The peers: files, and what is in them. `MODULE_step.py` measures.
 const SCRIPTS: [(&str, &str); 3] = [
@@ -19,8 +31,19 @@ const SCRIPTS: [(&str, &str); 3] = [
     ("jax_models.py", include_str!("../../peers/jax_models.py")),
 ];
 
-/// Models of the table with batch, tokens and pixels.
-const ROWS: [(&str, usize, usize, usize); 14] = [
+/// A model with batch, tokens and pixels.
+type Row = (&'static str, usize, usize, usize);
+
+/// Models of the table on a GPU.
+const GPU_ROWS: [Row; 4] = [
+    ("bert-base", 32, 128, 1),
+    ("llama-125m", 8, 1024, 1),
+    ("resnet50", 128, 1, 224),
+    ("decoder-2l", 16, 512, 1),
+];
+
+/// Models of the table on the CPU.
+const ROWS: [Row; 14] = [
     ("mlp", 128, 1, 1),
     ("llama-tiny", 8, 128, 1),
     ("llama-15m", 4, 256, 1),
@@ -47,17 +70,13 @@ struct Program {
 impl Program {
     /// Measures one row, with caches of compiled code in `cache`; none with a note on standard error if the
     /// program does not know the model or fails.
-    fn measure(
-        &self,
-        row: (&str, usize, usize, usize),
-        arguments: &BenchArguments,
-        cache: &Path,
-    ) -> Option<Measurement> {
+    fn measure(&self, row: Row, arguments: &BenchArguments, cache: &Path) -> Option<Measurement> {
         let (model, batch, seq, size) = row;
         let mut command = Command::new(&self.command);
         command
             .env("KILN_CACHE_DIR", cache)
-            .env("TORCHINDUCTOR_CACHE_DIR", cache);
+            .env("TORCHINDUCTOR_CACHE_DIR", cache)
+            .env("JAX_COMPILATION_CACHE_DIR", cache);
         command.args(&self.arguments).arg(model);
         for (flag, value) in [
             ("--batch", batch),
@@ -69,6 +88,9 @@ impl Program {
         }
         if arguments.infer {
             command.arg("--infer");
+        }
+        if let Some(dtype) = arguments.autocast {
+            command.args(["--autocast", autocast_name(dtype)]);
         }
         let output = command.stderr(Stdio::piped()).output().ok()?;
         let text = String::from_utf8_lossy(&output.stdout);
@@ -93,14 +115,20 @@ impl Program {
 ///
 /// # Errors
 ///
-/// [`CliError::Io`] if the peers' scripts cannot be written out, [`CliError::Unknown`] for a model that is
-/// not in the table.
+/// [`CliError::Io`] if the peers' scripts cannot be written out, [`CliError::Unknown`] for a model or a
+/// program that is not in the table.
 pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
+    let all = if on_gpu(arguments) {
+        GPU_ROWS.as_slice()
+    } else {
+        &ROWS
+    };
     let rows: Vec<_> = match &arguments.model {
-        None => ROWS.to_vec(),
+        None => all.to_vec(),
         Some(name) => {
-            let row = ROWS.into_iter().find(|row| row.0 == name);
-            vec![row.ok_or_else(|| CliError::unknown("model of the table", name, ROWS.map(|row| row.0)))?]
+            let row = all.iter().find(|row| row.0 == name);
+            let unknown = || CliError::unknown("model of the table", name, all.iter().map(|row| row.0));
+            vec![*row.ok_or_else(unknown)?]
         }
     };
     let scripts =
@@ -133,32 +161,34 @@ const HEAD: &str = "| model | batch | program | step ms | kiln / it | first call
 /// The median measurement of each program, and one of Kiln that finds its disk cache filled.
 fn measure_row(
     programs: &[Program],
-    row: (&str, usize, usize, usize),
+    row: Row,
     arguments: &BenchArguments,
     scripts: &Path,
 ) -> Result<Vec<Measurement>, CliError> {
     let mut again = None;
     let mut rounds: Vec<Vec<Measurement>> = programs.iter().map(|_| Vec::new()).collect();
     let mut works = vec![true; programs.len()];
+    let caches: Vec<_> = programs
+        .iter()
+        .map(|_| tempfile::tempdir_in(scripts))
+        .collect::<Result<_, _>>()
+        .map_err(CliError::io("create a temporary folder in", scripts))?;
     for round in 0..arguments.rounds.max(1) {
         eprintln!("{}: round {} of {}", row.0, round + 1, arguments.rounds.max(1));
-        for ((program, measured), works) in programs.iter().zip(&mut rounds).zip(&mut works) {
+        for (index, program) in programs.iter().enumerate() {
             // A program that failed once is not run again.
-            if !*works {
+            if !works[index] {
                 continue;
             }
-            let cache = tempfile::tempdir_in(scripts)
-                .map_err(CliError::io("create a temporary folder in", scripts))?;
-            let measurement = program.measure(row, arguments, cache.path());
-            *works = measurement.is_some();
-            measured.extend(measurement);
-            if *works && again.is_none() && program.name == "kiln" {
-                again = program
-                    .measure(row, arguments, cache.path())
-                    .map(|one| Measurement {
-                        peer: format!("{}, cached", one.peer),
-                        ..one
-                    });
+            let cache = caches[index].path();
+            let measurement = program.measure(row, arguments, cache);
+            works[index] = measurement.is_some();
+            rounds[index].extend(measurement);
+            if works[index] && again.is_none() && program.name == KILN {
+                again = program.measure(row, arguments, cache).map(|one| Measurement {
+                    peer: format!("{}, cached", one.peer),
+                    ..one
+                });
             }
         }
     }
@@ -168,7 +198,7 @@ fn measure_row(
 }
 
 /// The lines of one model, and the step time of Kiln over that of the fastest peer.
-fn table_rows(row: (&str, usize, usize, usize), medians: &[Measurement]) -> (String, Option<f64>) {
+fn table_rows(row: Row, medians: &[Measurement]) -> (String, Option<f64>) {
     let ours = medians.iter().find(|one| one.peer.starts_with("kiln-"));
     let over = |own: fn(&Measurement) -> f64, one: &Measurement| match ours {
         Some(ours) if !one.peer.starts_with("kiln-") => format!("{:.2}", own(ours) / own(one)),
@@ -185,8 +215,8 @@ fn table_rows(row: (&str, usize, usize, usize), medians: &[Measurement]) -> (Str
             over(|m| m.median, one),
             one.first,
             over(|m| m.first, one),
-            one.mem_mb,
-            over(|m| m.mem_mb as f64, one),
+            memory(one),
+            over(|m| memory(m) as f64, one),
         );
     }
     let fastest = medians
@@ -200,28 +230,59 @@ fn table_rows(row: (&str, usize, usize, usize), medians: &[Measurement]) -> (Str
     )
 }
 
-/// The measurement with the median step time.
+/// The measurement with the median step time, and the first round's time of the first call, which compiled.
 fn middle(mut rounds: Vec<Measurement>) -> Option<Measurement> {
+    let first = rounds.first()?.first;
     rounds.sort_by(|a, b| a.median.total_cmp(&b.median));
     let at = rounds.len() / 2;
-    rounds.into_iter().nth(at)
+    let middle = rounds.into_iter().nth(at)?;
+    Some(Measurement { first, ..middle })
 }
 
-/// This program first, then the peers that are installed.
+/// This program first, then the peers that are installed and wanted.
 fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, CliError> {
     let own = std::env::current_exe().map_err(CliError::io("find", "this program"))?;
     let strings = |arguments: &[&str]| arguments.iter().map(|&argument| argument.to_owned()).collect();
     let mut programs = vec![Program {
-        name: "kiln".to_owned(),
+        name: KILN.to_owned(),
         command: own,
-        arguments: strings(&["bench", "--json", "--backend", arguments.backend.name()]),
+        arguments: strings(&[
+            "bench",
+            "--json",
+            "--backend",
+            arguments.backend.name(),
+            "--device",
+            &arguments.device.to_string(),
+        ]),
     }];
     let python = std::env::var_os("PEER_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
     for (file, text) in SCRIPTS {
         let path = scripts.join(file);
         std::fs::write(&path, text).map_err(CliError::io("write", &path))?;
     }
-    for (module, modes) in [("torch", ["eager", "compile"].as_slice()), ("jax", &["jit"])] {
+    let named = |module: &str, mode: &str| format!("{module}-{mode}");
+    let known: Vec<String> = PEERS
+        .iter()
+        .flat_map(|(module, modes)| modes.iter().map(|mode| named(module, mode)))
+        .collect();
+    if let Some(other) = arguments.peers.iter().find(|peer| !known.contains(peer)) {
+        return Err(CliError::unknown(
+            "program of the table",
+            other,
+            known.iter().map(String::as_str),
+        ));
+    }
+    let wanted = |name: &String| arguments.peers.is_empty() || arguments.peers.contains(name);
+    for (module, modes) in PEERS {
+        let modes: Vec<(String, &str)> = modes
+            .iter()
+            .filter(|&&mode| mode != CUDA_GRAPHS || on_gpu(arguments))
+            .map(|&mode| (named(module, mode), mode))
+            .filter(|(name, _)| wanted(name))
+            .collect();
+        if modes.is_empty() {
+            continue;
+        }
         let import = format!("import {module}");
         let found = Command::new(&python)
             .args(["-c", &import])
@@ -236,15 +297,22 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
             continue;
         }
         let script = scripts.join(format!("{module}_step.py"));
-        programs.extend(modes.iter().map(|mode| Program {
-            name: format!("{module}-{mode}"),
+        let device = if on_gpu(arguments) { "cuda" } else { "cpu" };
+        programs.extend(modes.into_iter().map(|(name, mode)| Program {
+            name,
             command: python.clone(),
-            arguments: vec![
-                script.display().to_string(),
-                "--mode".to_owned(),
-                (*mode).to_owned(),
-            ],
+            arguments: strings(&[&script.display().to_string(), "--mode", mode, "--device", device]),
         }));
     }
     Ok(programs)
+}
+
+/// Whether the table is that of a GPU.
+fn on_gpu(arguments: &BenchArguments) -> bool {
+    arguments.device.place() != Place::Host
+}
+
+/// The memory that is compared: on a GPU its own.
+fn memory(one: &Measurement) -> u64 {
+    one.device_mb.unwrap_or(one.mem_mb)
 }
