@@ -39,6 +39,18 @@ BERT = {
 WARMUP = 2
 
 
+class Norm(nn.Module):
+    """The root mean square norm in f32, whatever autocast made of its input."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, hidden):
+        exact = hidden.float()
+        return self.weight * (exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + 1e-5))
+
+
 class Attention(nn.Module):
     """Causal attention with rotary positions and shared key and value heads."""
 
@@ -78,9 +90,9 @@ class Layer(nn.Module):
 
     def __init__(self, width, heads, kv_heads, inner):
         super().__init__()
-        self.attention_norm = nn.RMSNorm(width, eps=1e-5)
+        self.attention_norm = Norm(width)
         self.attention = Attention(width, heads, kv_heads)
-        self.inner_norm = nn.RMSNorm(width, eps=1e-5)
+        self.inner_norm = Norm(width)
         self.gate = nn.Linear(width, inner, bias=False)
         self.up = nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
@@ -97,12 +109,12 @@ class Llama(nn.Module):
         self.head_width = width // heads
         self.embedding = nn.Embedding(tokens, width)
         self.layers = nn.ModuleList(Layer(width, heads, kv_heads, inner) for _ in range(layers))
-        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.norm = Norm(width)
         self.head = nn.Linear(width, tokens, bias=False)
 
     def forward(self, tokens):
-        half = torch.arange(0, self.head_width, 2, dtype=torch.float32) / self.head_width
-        angles = torch.outer(torch.arange(tokens.shape[1], dtype=torch.float32), 10000.0**-half)
+        half = torch.arange(0, self.head_width, 2, device=tokens.device).float() / self.head_width
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device).float(), 10000.0**-half)
         rotation = angles.cos(), angles.sin()
         hidden = self.embedding(tokens)
         for layer in self.layers:
@@ -163,12 +175,13 @@ def main():
         if on_gpu:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
-    torch.set_default_device(arguments.device)
     if on_gpu:
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
         torch.backends.cudnn.benchmark = True
-    model, inputs, loss_of = subject(arguments)
+    # Compiled code would make its tensors on the CPU, which a default device that stays does not change.
+    with torch.device(arguments.device):
+        model, inputs, loss_of = subject(arguments)
     if on_gpu and inputs.dim() == 4:
         model = model.to(memory_format=torch.channels_last)
         inputs = inputs.to(memory_format=torch.channels_last)

@@ -143,11 +143,15 @@ fn main() -> Result<(), Box<dyn Error>> {
     if flags.iter().any(|flag| flag == "--chain") {
         code.orders.clear();
     }
-    // Numbers from 0 to 0.02 in f32: some are second moments, whose roots must exist, and gradients of larger
-    // weights overflow, and attention leaves out no tile of scores that are NaN. Zeros in small inputs, which
-    // may be indices. Products of zeros alone would be faster than those of numbers.
+    // Small numbers from 0 up in every type of 16 and 32 bits: some are second moments, whose roots must exist,
+    // gradients of larger weights overflow, and attention leaves out no tile of scores that are NaN. Zeros in
+    // small inputs, which may be indices. Products of zeros alone would be faster than those of numbers.
     let noise = |bytes: usize| -> Vec<u8> {
-        let word = |at: usize| (((at.wrapping_mul(2_654_435_761) >> 7) % 2001) as f32 / 1e5).to_ne_bytes();
+        // A half is a bf16 from 2^-11 to 2^-7, and an f16 from 0.75 to 1.
+        let word = |at: usize| {
+            let bits = (at.wrapping_mul(2_654_435_761) >> 7) as u32;
+            (0x3a00_3a00 + (bits & 0x01ff_01ff)).to_ne_bytes()
+        };
         match bytes {
             0..SMALL => vec![0; bytes],
             _ => (0..bytes.div_ceil(4)).flat_map(word).take(bytes).collect(),

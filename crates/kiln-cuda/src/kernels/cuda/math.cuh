@@ -196,11 +196,24 @@ inline float kiln_inverse_root(float x)
     return x == 0 ? kiln_infinity() : fabsf(x) == kiln_infinity() ? 0.0f : 1.0f / sqrtf(x);
 }
 
-// exp(log(u) * s), which at s = -1 is a division: programs write 1 / (1 + exp(-x)) so.
+// 1 / x within one unit in the last place, for every x. On a GPU a division branches for results that are subnormal,
+// and a kernel that reads few bytes waits for that.
+inline float kiln_reciprocal(float x)
+{
+#ifdef KILN_HOST
+    return 1 / x;
+#else
+    float result;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+#endif
+}
+
+// exp(log(u) * s), which at s = -1 is a reciprocal: programs write 1 / (1 + exp(-x)) so.
 inline float kiln_power_of(float u, float s)
 {
     if (s != -1.0f) return expf(logf(u) * s);
-    return u < 0 ? __uint_as_float(0x7fc00000u) : 1 / (u + 0.0f);
+    return kiln_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
 }
 
 // ---- random numbers, with the bits of kiln_graph::philox ----
