@@ -7,7 +7,7 @@ use kiln_graph::{Dimension, Graph, Line, Resizer};
 
 use crate::family::Maker;
 use crate::state::State;
-use crate::template::{Found, Template};
+use crate::template::{Found, Sample, Template};
 
 /// Fewest and most sizes that are sampled at once, if a size lacks what no sample showed.
 const SIZES: [usize; 2] = [12, 128];
@@ -17,6 +17,13 @@ const ROUNDS: usize = 5;
 
 /// Graphs of other batches that are sampled at once, at most.
 const BATCHES: usize = 32;
+
+/// Sizes at which a batch is sampled: 32nds of the largest size of all samples, which is twice the largest one
+/// that was recorded, and the last bit.
+const PLACES: [(i64, i64); 5] = [(15, 1), (14, 0), (8, 1), (26, 0), (4, 1)];
+
+/// What a sample stands for that stands for one size, between those that were recorded.
+pub(crate) const WHOLE: usize = 16;
 
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
@@ -89,85 +96,183 @@ fn sample<M: Maker>(
         .filter_map(|known| Some((known, Line::through(known, graph)?)))
         .collect();
     let varying = &state.varying;
-    let mut graphs = state.graphs.clone();
+    let alone = |graph| Chosen { graph, share: WHOLE };
+    let mut chosen: Vec<Chosen> = state.graphs.iter().cloned().map(alone).collect();
     if let Some((known, line)) = lines.iter().min_by_key(|(_, line)| line.kinds()) {
         let alike = lines.iter().filter(|(_, other)| other.kinds() == line.kinds());
         let recorded: Vec<i64> = alike.flat_map(|(_, it)| <[i64; 2]>::from(it.sizes())).collect();
         let (one, two) = line.sizes();
         let least = recorded.iter().fold(one.min(two), |a, b| a.min(*b));
         let most = recorded.iter().fold(one.max(two), |a, b| a.max(*b));
+        let sizes_in_range = |pair: (i64, i64), recorded: (i64, i64), lines: usize| {
+            let sizes = sizes(recorded, lines);
+            match range(varying, known, graph, pair) {
+                Some(range) => spread(range, sizes.len(), 0),
+                None => sizes,
+            }
+        };
         let mut among = vec![(line.clone(), (least, most))];
         if line.kinds() > 1 {
             among.extend(line.of_each_kind().map(|line| (line.clone(), line.sizes())));
         }
         for (line, recorded) in &among {
-            let sizes = sizes(*recorded, among.len());
-            let sizes = match range(varying, known, graph, line.sizes()) {
-                Some(range) => spread(range, sizes.len(), 0),
-                None => sizes,
-            };
-            let others = sizes.into_iter().filter_map(|size| line.at(size));
-            graphs.extend(others.filter(|graph| may_occur(varying, graph)));
+            let sizes = sizes_in_range(line.sizes(), *recorded, among.len());
+            let others = with_shares(&sizes, *recorded).filter_map(|(size, share)| {
+                let graph = line.at(size)?;
+                Some(Chosen { graph, share })
+            });
+            chosen.extend(others.filter(|it| may_occur(varying, &it.graph)));
         }
-        if state.learned > 0 {
-            graphs.extend(other_batches(known, graph, state.learned));
+        let batches = Batches::of(known, graph).filter(|_| state.learned > 0);
+        if let Some(batches) = batches {
+            let recorded = match batches.lengths == line.sizes() {
+                true => (least, most),
+                false => batches.lengths,
+            };
+            let sizes = sizes_in_range(batches.lengths, recorded, 1);
+            let others = batches.others(graph, line, &sizes, state.learned);
+            chosen.extend(others.into_iter().filter(|it| may_occur(varying, &it.graph)));
         }
     }
-    graphs.append(&mut state.expected);
+    chosen.extend(std::mem::take(&mut state.expected).into_iter().map(alone));
     let own = graph.fingerprint();
-    graphs.retain(|graph| graph.fingerprint() != own && state.sampled.insert(graph.fingerprint()));
-    for functions in functions_of(maker, &graphs) {
+    chosen.retain(|it| {
+        let fingerprint = it.graph.fingerprint();
+        fingerprint != own && state.sampled.insert(fingerprint)
+    });
+    for (at, functions) in functions_of(maker, &chosen) {
         let units = state.keep_all(&functions);
-        state.samples.push(units);
+        state.samples.push(Sample {
+            units,
+            share: chosen[at].share,
+        });
     }
 }
 
-/// Graphs of smaller batches than `graph`, which differs from `known` in other extents: the last batch of
-/// an epoch is smaller, and what was learned by then is to suffice. A batch is the first dimension of an
-/// input of which another dimension has varied.
-fn other_batches(known: &Graph, graph: &Graph, round: usize) -> Vec<Graph> {
-    let parameters = known.parameters().iter().zip(graph.parameters()).enumerate();
-    let mut varied: Vec<(Dimension, [usize; 2])> = Vec::new();
-    let mut batch: Option<Dimension> = None;
-    for (parameter, (&a, &b)) in parameters {
-        let (a, b) = (known.shape(a), graph.shape(b));
-        for axis in (0..a.rank()).filter(|&axis| a[axis] != b[axis]) {
+/// A graph that is sampled.
+struct Chosen {
+    graph: Graph,
+    /// How many sizes it stands for ([`with_shares`]).
+    share: usize,
+}
+
+/// Ascending sizes, each with the number of sizes that it stands for, as a multiple of [`WHOLE`]: those behind
+/// the one before. A size counts less the farther it is from those that were recorded.
+fn with_shares(sizes: &[i64], (one, two): (i64, i64)) -> impl Iterator<Item = (i64, usize)> {
+    let (least, most) = (one.min(two), one.max(two));
+    let before = sizes.first().map(|first| first - 1);
+    let before = before.into_iter().chain(sizes.iter().copied());
+    let pairs = sizes.iter().copied().zip(before);
+    pairs.map(move |(size, before)| {
+        let nearest = size.clamp(least, most);
+        let [less, more] = [size.min(nearest), size.max(nearest)].map(|it| it.max(1) as usize);
+        let share = WHOLE * size.abs_diff(before) as usize;
+        (size, share.saturating_mul(less) / more)
+    })
+}
+
+/// Which dimensions of inputs are a batch, and which follow another size.
+struct Batches {
+    /// The batch.
+    batch: Dimension,
+    /// Its size in two graphs.
+    sizes: [usize; 2],
+    /// The other size in these.
+    lengths: (i64, i64),
+    /// Dimensions of the other size, and whether each is that times the batch.
+    follow: Vec<(Dimension, bool)>,
+}
+
+impl Batches {
+    /// Those of two graphs that differ in another size; none if no input has both.
+    fn of(known: &Graph, graph: &Graph) -> Option<Self> {
+        let parameters = known.parameters().iter().zip(graph.parameters()).enumerate();
+        let mut varied: Vec<(Dimension, [usize; 2])> = Vec::new();
+        let mut found: Option<(Dimension, [usize; 2], [usize; 2])> = None;
+        for (parameter, (&a, &b)) in parameters {
+            let (a, b) = (known.shape(a), graph.shape(b));
             let parameter = parameter as u32;
-            varied.push((Dimension { parameter, axis }, [a[axis], b[axis]]));
-            if axis > 0 && a[0] == b[0] && b[0] > 1 {
-                batch = Some(Dimension { parameter, axis: 0 });
+            for axis in (0..a.rank()).filter(|&axis| a[axis] != b[axis]) {
+                let sizes = [a[axis], b[axis]];
+                varied.push((Dimension { parameter, axis }, sizes));
+                if axis > 0 && a[0].min(b[0]) > 1 && found.is_none() {
+                    found = Some((Dimension { parameter, axis: 0 }, [a[0], b[0]], sizes));
+                }
             }
         }
+        let (batch, batches, lengths) = found?;
+        let products = [0, 1].map(|at| batches[at] * lengths[at]);
+        // All dimensions that follow one size have it.
+        let follow = varied.into_iter().filter_map(|(dimension, sizes)| {
+            let per_batch = sizes == products;
+            (per_batch || sizes == lengths).then_some((dimension, per_batch))
+        });
+        Some(Self {
+            batch,
+            sizes: batches,
+            lengths: (lengths[0] as i64, lengths[1] as i64),
+            follow: follow.collect(),
+        })
     }
-    let (Some(batch), Some(&(_, [one, two]))) = (batch, varied.first()) else {
+
+    /// Graphs of other batches than that of `graph`, which is on `line`: the last batch of an epoch is smaller,
+    /// and what was learned by then is to suffice. All up to the largest one are sampled if batches have
+    /// varied, too. Each is at some of `sizes`: where the line has the form of a kernel with one batch, another
+    /// one shows which of its numbers follow the batch.
+    fn others(&self, graph: &Graph, line: &Line, sizes: &[i64], round: usize) -> Vec<Chosen> {
+        let batches: Vec<usize> = match self.sizes {
+            [one, own] if one == own => (2..own).collect(),
+            [one, own] => (2..=one.max(own)).collect(),
+        };
+        // What a program computes from the other size itself, such as the weight of a mean, follows it on the
+        // line alone.
+        let joint = std::iter::once(line.clone()).filter(|_| self.sizes[0] == self.sizes[1]);
+        let line = joint
+            .chain(line.of_each_kind())
+            .find(|line| line.sizes() == self.lengths);
+        let count = (NODES / graph.num_nodes().max(1)).clamp(SIZES[0], BATCHES);
+        pairs(&batches, sizes, count, round)
+            .into_iter()
+            .filter_map(|(batch, size)| {
+                let follow = self
+                    .follow
+                    .iter()
+                    .map(|&(dimension, per_batch)| (dimension, if per_batch { size * batch } else { size }));
+                let sizes: Vec<(Dimension, usize)> = follow.chain([(self.batch, batch)]).collect();
+                let base = line.as_ref().and_then(|line| line.at(size as i64));
+                let base = base.as_ref().unwrap_or(graph);
+                let resizer = Resizer::new(base, &vec![true; base.parameters().len()]);
+                let graph = resizer.at(&sizes).ok()?;
+                Some(Chosen { graph, share: WHOLE })
+            })
+            .collect()
+    }
+}
+
+/// Each of `batches`, or some of many, with some of `sizes`, which ascend: about `count` pairs, others in each
+/// round.
+///
+/// A kernel that is unrolled has a text of its own for each batch, and another form from some size on, from
+/// twice that, and where a size is odd. So a batch is sampled at several places.
+fn pairs(batches: &[usize], sizes: &[i64], count: usize, round: usize) -> Vec<(usize, usize)> {
+    let Some(&most) = sizes.last() else {
         return Vec::new();
     };
-    let resizer = Resizer::new(graph, &vec![true; graph.parameters().len()]);
-    // All dimensions that follow one size have it.
-    varied.retain(|(_, sizes)| *sizes == [one, two]);
-    let own = graph.shape(graph.parameters()[batch.parameter as usize])[0];
-    let batches: Vec<usize> = (2..own).collect();
-    if batches.is_empty() {
-        return Vec::new();
-    }
-    let count = BATCHES.min(NODES / 2 / graph.num_nodes().max(1));
-    let sizes = more_sizes((one as i64, two as i64), count, round as i64);
-    let pairs = sizes.into_iter().enumerate().map(|(number, size)| {
-        // Every other turn through the batches meets lengths that are whole vectors.
-        let size = match number / batches.len() % 2 {
-            0 => size as usize,
-            _ => (size as usize).next_multiple_of(8),
-        };
-        (size, batches[(number + round) % batches.len()])
-    });
-    pairs
-        .filter_map(|(size, count)| {
-            let mut sizes: Vec<(Dimension, usize)> =
-                varied.iter().map(|&(dimension, _)| (dimension, size)).collect();
-            sizes.push((batch, count));
-            resizer.at(&sizes).ok()
+    let some = batches.iter().step_by(batches.len().div_ceil(count).max(1));
+    let each = (count / batches.len().max(1)).clamp(1, PLACES.len());
+    let all = some.enumerate().flat_map(|(number, &batch)| {
+        // Of many batches, each has other places.
+        let first = if each < PLACES.len() { number + round } else { 0 };
+        (first..first + each).filter_map(move |at| {
+            let (parts, last) = PLACES[at % PLACES.len()];
+            // Batches have different sizes: what is equal wherever a form is seen looks like a constant.
+            let wanted = most * parts / 32 * (32 - (number + round) as i64 % 4) / 32;
+            let alike = sizes.iter().filter(|&size| size & 1 == last);
+            let nearest = alike.min_by_key(|size| size.abs_diff(wanted))?;
+            Some((batch, *nearest as usize))
         })
-        .collect()
+    });
+    all.collect()
 }
 
 /// The range of the dimension that is `sizes` in two graphs.
@@ -188,21 +293,22 @@ fn may_occur(varying: &[Varying], graph: &Graph) -> bool {
         .all(|it| it.extent(graph).is_none_or(|extent| it.range.contains(&extent)))
 }
 
-/// The functions of `graphs`, which are planned side by side. Graphs that cannot be planned are left out.
-fn functions_of<M: Maker>(maker: &M, graphs: &[Graph]) -> Vec<Vec<M::Function>> {
+/// The functions of graphs, which are planned side by side, each with its place. Graphs that cannot be planned
+/// are left out.
+fn functions_of<M: Maker>(maker: &M, chosen: &[Chosen]) -> Vec<(usize, Vec<M::Function>)> {
     let next = AtomicUsize::new(0);
     let take = || -> Vec<(usize, Vec<M::Function>)> {
         let mut done = Vec::new();
         loop {
             let at = next.fetch_add(1, Ordering::Relaxed);
-            let Some(graph) = graphs.get(at) else { return done };
-            if let Ok(planned) = maker.plan(graph) {
+            let Some(it) = chosen.get(at) else { return done };
+            if let Ok(planned) = maker.plan(&it.graph) {
                 done.push((at, M::into_functions(planned)));
             }
         }
     };
     let mut all = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..maker.jobs().min(graphs.len()))
+        let others: Vec<_> = (1..maker.jobs().min(chosen.len()))
             .map(|_| scope.spawn(take))
             .collect();
         let mut all = take();
@@ -212,11 +318,11 @@ fn functions_of<M: Maker>(maker: &M, graphs: &[Graph]) -> Vec<Vec<M::Function>> 
     });
     // Templates follow from the order.
     all.sort_unstable_by_key(|(at, _)| *at);
-    all.into_iter().map(|(_, functions)| functions).collect()
+    all
 }
 
-/// The templates that are `wanted`, and of the others, those of most samples first, as many as have `budget`
-/// characters.
+/// The templates that are `wanted`, and of the others as many as have `budget` characters: first those that
+/// stand for functions of samples that nothing stands for yet, and of these, those of most sizes.
 pub(crate) fn within<M: Maker>(
     budget: usize,
     found: Vec<Found<M::Function>>,
@@ -225,12 +331,13 @@ pub(crate) fn within<M: Maker>(
     let length = |template: &Template<M::Function>| M::characters(&template.base.function);
     let (mut templates, mut others): (Vec<_>, Vec<_>) =
         found.into_iter().partition(|it| wanted(&it.template));
-    others.sort_by_key(|it| std::cmp::Reverse(it.samples));
+    others.sort_by_key(|it| (it.is_spare, std::cmp::Reverse(it.share)));
     let mut left = budget;
     tracing::debug!(
         target: "kiln::family",
         wanted = templates.len(),
         others = others.len(),
+        spare = others.iter().filter(|it| it.is_spare).count(),
         characters = others.iter().map(|it| length(&it.template)).sum::<usize>(),
         budget,
         "templates"
@@ -274,9 +381,45 @@ fn spread((least, most): (i64, i64), count: usize, skip: i64) -> Vec<i64> {
     (first..=most).step_by(stride.unsigned_abs() as usize).collect()
 }
 
-/// Sizes for a line of which a size had a form that no sample showed: all around it, or about `count` of
-/// them, others in each round.
+/// Sizes for a line of which a size had a form that no sample showed: all around it, at most `count` of them,
+/// others in each round.
+///
+/// Forms change where sizes grow by some factor (a device is full, a loop turns twice) and with the power of
+/// two that divides a size. So sizes of each such power lie between any two powers of two, and not at equal
+/// distances, which would leave out the small ones.
 fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
-    let (least, most) = ((one.min(two) / 2).clamp(1, 8), 2 * one.max(two).max(16));
-    spread((least, most), count.clamp(SIZES[0], SIZES[1]), round - 1)
+    let (least, most) = ((one.min(two) / 2).clamp(1, 4), 2 * one.max(two).max(16));
+    let count = count.clamp(SIZES[0], SIZES[1]);
+    if round > 1 {
+        return spread((least, most), count, round - 1);
+    }
+    let mut sizes = Vec::new();
+    let mut power = 1 << least.ilog2();
+    while power <= most {
+        // The power itself, and behind it multiples of eight, even and odd numbers.
+        for (sixteenths, divisor, rest) in [
+            (16, 1, 0),
+            (18, 4, 2),
+            (20, 8, 0),
+            (23, 2, 1),
+            (24, 8, 0),
+            (27, 2, 1),
+            (30, 4, 2),
+        ] {
+            sizes.push(power * sixteenths / 16 / divisor * divisor + rest);
+        }
+        power *= 2;
+    }
+    sizes.retain(|size| (least..=most).contains(size));
+    sizes.sort_unstable();
+    sizes.dedup();
+    if sizes.len() > count {
+        let all = sizes.len();
+        return (0..count).map(|at| sizes[at * all / count]).collect();
+    }
+    // What else may be planned.
+    sizes.extend(spread((least, most), count - sizes.len(), 0));
+    sizes.sort_unstable();
+    sizes.dedup();
+    sizes
 }

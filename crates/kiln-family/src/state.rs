@@ -8,7 +8,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::family::{Batch, Failure, FamilyStats, Maker};
 use crate::samples::{self, Varying};
-use crate::template::{Found, Pattern, Template, generalise};
+use crate::template::{Found, Pattern, Sample, Template, generalise};
 use crate::unit::{Skeleton, Unit, Units};
 
 /// Most recorded graphs that are kept to find others on a line with them.
@@ -49,7 +49,7 @@ pub struct State<M: Maker> {
     /// Dimensions that vary, and how far.
     pub(crate) varying: Vec<Varying>,
     /// Functions of the steps that were planned, by shape.
-    pub samples: Vec<Vec<Arc<Unit<M::Function>>>>,
+    pub samples: Vec<Sample<M::Function>>,
     /// Graphs whose functions are among the samples.
     pub(crate) sampled: FxHashSet<Fingerprint>,
     /// How often functions were built.
@@ -142,15 +142,22 @@ impl<M: Maker> State<M> {
     /// Templates for all units of the samples that none stands for yet.
     fn new_templates(&self) -> Vec<Found<M::Function>> {
         let mut seen = FxHashSet::default();
-        let all = self.samples.iter().flatten();
+        let all = self.samples.iter().flat_map(|sample| &sample.units);
         let mut missing: Vec<&Arc<Unit<M::Function>>> = all
             .filter(|unit| seen.insert(Arc::as_ptr(unit)) && self.find(unit).is_none())
             .collect();
         let mut found = generalise(&self.samples);
-        found.retain(|it| {
+        found.retain_mut(|it| {
             let before = missing.len();
             missing.retain(|unit| !it.template.fits(unit));
-            missing.len() < before
+            it.is_spare = missing.len() == before;
+            // What differs in one form of a kernel may in another of which no sample shows it.
+            let pattern = &it.template.pattern;
+            let same = self.by_skeleton.get(&pattern.skeleton).into_iter().flatten();
+            let is_known = same
+                .map(|&at| &self.known[at].pattern)
+                .any(|known| known.covers(pattern));
+            !it.is_spare || (!is_known && it.samples > 1)
         });
         found
     }
@@ -212,7 +219,10 @@ impl<M: Maker> State<M> {
         );
         samples::take(self, maker, graph);
         self.sampled.insert(graph.fingerprint());
-        self.samples.push(units.to_vec());
+        self.samples.push(Sample {
+            units: units.to_vec(),
+            share: samples::WHOLE,
+        });
         if self.graphs.len() < GRAPHS {
             self.graphs.push(graph.clone());
         }

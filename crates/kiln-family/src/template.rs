@@ -38,6 +38,19 @@ impl Pattern {
                 }
             })
     }
+
+    /// Whether it stands for all functions that `other` stands for.
+    pub fn covers(&self, other: &Self) -> bool {
+        let same = |one: usize, two: usize| match (other.holes[one], other.holes[two]) {
+            (None, None) => other.values[one] == other.values[two],
+            (one, two) => one == two,
+        };
+        self.skeleton == other.skeleton
+            && self.holes.iter().enumerate().all(|(at, hole)| match hole {
+                None => other.holes[at].is_none() && other.values[at] == self.values[at],
+                Some(hole) => same(at, self.variables[*hole]),
+            })
+    }
 }
 
 /// A function in which some numbers are variables.
@@ -59,20 +72,25 @@ impl<F> Clone for Template<F> {
 }
 
 impl<F> Template<F> {
-    /// A template in which `varies` says of each value whether a variable stands for it. Values that are
-    /// equal in all of `members` share a variable.
-    fn new(base: Arc<Unit<F>>, members: &[&[i64]], varies: impl Fn(usize) -> bool) -> Self {
+    /// A template in which `varies` says of each value whether a variable stands for it. Values of equal
+    /// columns share a variable: they are equal in all functions that were looked at.
+    fn with_columns(
+        base: Arc<Unit<F>>,
+        varies: impl Fn(usize) -> bool,
+        column: impl Fn(usize) -> Vec<i64>,
+    ) -> Self {
         let mut variables = Vec::new();
         let mut known: FxHashMap<(Kind, Vec<i64>), usize> = FxHashMap::default();
         let holes = (0..base.values.len()).map(|at| {
             if !varies(at) {
                 return None;
             }
-            let column: Vec<i64> = members.iter().map(|values| values[at]).collect();
-            Some(*known.entry((base.slots[at].kind, column)).or_insert_with(|| {
-                variables.push(at);
-                variables.len() - 1
-            }))
+            Some(
+                *known.entry((base.slots[at].kind, column(at))).or_insert_with(|| {
+                    variables.push(at);
+                    variables.len() - 1
+                }),
+            )
         });
         let holes = holes.collect();
         let pattern = Pattern {
@@ -86,7 +104,7 @@ impl<F> Template<F> {
 
     /// The template of `unit` alone.
     pub fn constant(unit: &Arc<Unit<F>>) -> Self {
-        Self::new(unit.clone(), &[], |_| false)
+        Self::with_columns(unit.clone(), |_| false, |_| Vec::new())
     }
 
     /// Whether `unit` is this template with other numbers for its variables.
@@ -145,17 +163,39 @@ impl<F> Cluster<F> {
         self.samples.insert(sample);
     }
 
-    /// The template. Of a function of one shape alone, what varies is guessed: numbers that not all shapes
-    /// have.
-    fn template(self, common: &FxHashSet<i64>) -> Template<F> {
+    /// The template. What differs in other forms of the kernel (`siblings`) may in this one, too: a batch, of
+    /// which samples had another size in some forms alone. `all` are the functions of all forms. Of a function
+    /// of one shape alone, more is guessed: numbers that not all shapes have.
+    fn template(self, common: &FxHashSet<i64>, all: &[&[i64]], siblings: &[bool]) -> Template<F> {
         let alone = self.members.len() == 1;
+        // What is equal in several samples may be equal in all.
+        let may_vary = alone || self.varies.contains(&true);
         let guess = |at: usize| {
             let slot = self.base.slots[at];
-            alone && slot.free && slot.kind.is_integer() && !common.contains(&self.base.values[at])
+            let stranger = || slot.kind.is_integer() && !common.contains(&self.base.values[at]);
+            slot.free && ((may_vary && siblings[at]) || (alone && stranger()))
         };
         let members: Vec<&[i64]> = self.members.iter().map(|it| &*it.values).collect();
-        Template::new(self.base.clone(), &members, |at| self.varies[at] || guess(at))
+        let column = |of: &[&[i64]], at: usize| of.iter().map(|values| values[at]).collect::<Vec<_>>();
+        Template::with_columns(
+            self.base.clone(),
+            |at| self.varies[at] || guess(at),
+            |at| match self.varies[at] {
+                true => column(&members, at),
+                // Numbers that did not differ here do where the siblings are.
+                false => column(all, at),
+            },
+        )
     }
+}
+
+/// The functions of a step.
+#[derive(Debug)]
+pub struct Sample<F> {
+    /// Its functions, in the order of first use.
+    pub units: Vec<Arc<Unit<F>>>,
+    /// How many sizes the step stands for, as a multiple of any number.
+    pub share: usize,
 }
 
 /// A template that samples show.
@@ -165,33 +205,45 @@ pub struct Found<F> {
     pub template: Template<F>,
     /// Samples that have a function of it.
     pub samples: usize,
+    /// How many sizes these stand for.
+    pub share: usize,
+    /// Whether known templates stand for all its functions that samples have: it is for others alone.
+    pub is_spare: bool,
 }
 
-/// Templates for all functions of `samples`: the functions of steps of several shapes, each step's in the
-/// order of first use.
-pub fn generalise<F>(samples: &[Vec<Arc<Unit<F>>>]) -> Vec<Found<F>> {
+/// Templates for all functions of `samples`: the functions of steps of several shapes.
+pub fn generalise<F>(samples: &[Sample<F>]) -> Vec<Found<F>> {
     let mut skeletons: FxHashMap<Skeleton, usize> = FxHashMap::default();
     let mut groups: Vec<Vec<(usize, Arc<Unit<F>>)>> = Vec::new();
-    for (sample, units) in samples.iter().enumerate() {
-        for unit in units {
+    for (number, sample) in samples.iter().enumerate() {
+        for unit in &sample.units {
             let group = *skeletons.entry(unit.skeleton).or_insert_with(|| {
                 groups.push(Vec::new());
                 groups.len() - 1
             });
-            groups[group].push((sample, unit.clone()));
+            groups[group].push((number, unit.clone()));
         }
     }
     let common = common_integers(samples);
-    groups
-        .iter()
-        .flat_map(|group| generalise_group(group, &common))
+    let share = |number: &usize| samples[*number].share;
+    let found = groups.iter().flat_map(|group| generalise_group(group, &common));
+    found
+        .map(|(template, numbers)| Found {
+            template,
+            samples: numbers.len(),
+            share: numbers.iter().map(share).sum(),
+            is_spare: false,
+        })
         .collect()
 }
 
 /// Integers that occur in every sample.
-fn common_integers<F>(samples: &[Vec<Arc<Unit<F>>>]) -> FxHashSet<i64> {
-    let of = |units: &Vec<Arc<Unit<F>>>| -> FxHashSet<i64> {
-        let values = units.iter().flat_map(|unit| unit.values.iter().zip(&*unit.slots));
+fn common_integers<F>(samples: &[Sample<F>]) -> FxHashSet<i64> {
+    let of = |sample: &Sample<F>| -> FxHashSet<i64> {
+        let values = sample
+            .units
+            .iter()
+            .flat_map(|unit| unit.values.iter().zip(&*unit.slots));
         values
             .filter(|(_, slot)| slot.kind.is_integer())
             .map(|(&value, _)| value)
@@ -202,8 +254,12 @@ fn common_integers<F>(samples: &[Vec<Arc<Unit<F>>>]) -> FxHashSet<i64> {
         .unwrap_or_default()
 }
 
-/// Templates for functions of one skeleton, each with the sample it comes from.
-fn generalise_group<F>(group: &[(usize, Arc<Unit<F>>)], common: &FxHashSet<i64>) -> Vec<Found<F>> {
+/// Templates for functions of one skeleton, each with the samples that have a function of it. Each function is
+/// given with the sample it comes from.
+fn generalise_group<F>(
+    group: &[(usize, Arc<Unit<F>>)],
+    common: &FxHashSet<i64>,
+) -> Vec<(Template<F>, FxHashSet<usize>)> {
     let samples: FxHashSet<usize> = group.iter().map(|(sample, _)| *sample).collect();
     let mut having: FxHashMap<&[i64], FxHashSet<usize>> = FxHashMap::default();
     for (sample, unit) in group {
@@ -246,13 +302,93 @@ fn generalise_group<F>(group: &[(usize, Arc<Unit<F>>)], common: &FxHashSet<i64>)
             .filter(|(number, _)| !placed.contains(number));
         clusters.extend(alone.map(|(_, unit)| Cluster::new(sample, unit)));
     }
-    let fixed = fixed.into_iter().map(|template| Found {
-        template,
-        samples: samples.len(),
-    });
-    let varying = clusters.into_iter().map(|cluster| Found {
-        samples: cluster.samples.len(),
-        template: cluster.template(common),
+    let fixed = fixed.into_iter().map(|template| (template, samples.clone()));
+    // What differs in one form of a kernel may in another.
+    let mut siblings = vec![false; group[0].1.values.len()];
+    for cluster in &clusters {
+        siblings
+            .iter_mut()
+            .zip(&cluster.varies)
+            .for_each(|(one, other)| *one |= other);
+    }
+    let all: Vec<&[i64]> = having.keys().copied().collect();
+    let varying = clusters.into_iter().map(|mut cluster| {
+        let samples = std::mem::take(&mut cluster.samples);
+        (cluster.template(common, &all, &siblings), samples)
     });
     fixed.chain(varying).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::unit::Slot;
+
+    /// A function of which the first number is a constant of its form, and the others may vary.
+    fn unit(values: &[i64]) -> Arc<Unit<&'static str>> {
+        let slot = |at: usize| Slot {
+            kind: Kind::Integer,
+            free: at > 0,
+        };
+        Arc::new(Unit {
+            function: "",
+            skeleton: Skeleton([0; 32]),
+            values: values.to_vec(),
+            slots: (0..values.len()).map(slot).collect(),
+        })
+    }
+
+    fn templates(samples: &[&[i64]]) -> Vec<Template<&'static str>> {
+        let sample = |values: &&[i64]| Sample {
+            units: vec![unit(values)],
+            share: 1,
+        };
+        let samples: Vec<_> = samples.iter().map(sample).collect();
+        generalise(&samples)
+            .into_iter()
+            .map(|found| found.template)
+            .collect()
+    }
+
+    #[test]
+    fn what_varies_in_one_form_varies_in_the_others() {
+        // The width of a vector, a batch, heads, and a length. Batches differ where the width is 1.
+        let samples: [&[i64]; 5] = [
+            &[1, 8, 8, 21],
+            &[4, 8, 8, 24],
+            &[4, 8, 8, 40],
+            &[1, 5, 8, 33],
+            &[1, 6, 8, 35],
+        ];
+        let templates = templates(&samples);
+        assert_eq!(templates.len(), 2);
+        let fits = |values: &[i64]| templates.iter().any(|it| it.fits(&unit(values)));
+        assert!(fits(&[1, 3, 8, 51]) && fits(&[4, 8, 8, 48]));
+        // The batch is not taken for the number of heads, which it equals in all samples of this form.
+        assert!(fits(&[4, 5, 8, 48]));
+        assert!(!fits(&[2, 8, 8, 22]) && !fits(&[4, 5, 6, 48]));
+    }
+
+    #[test]
+    fn what_is_equal_in_some_shapes_stays_a_constant() {
+        let samples: [&[i64]; 4] = [&[1, 384, 21], &[1, 384, 23], &[4, 384, 24], &[4, 384, 40]];
+        let templates = templates(&samples);
+        let fits = |values: &[i64]| templates.iter().any(|it| it.fits(&unit(values)));
+        assert!(fits(&[4, 384, 44]) && !fits(&[4, 383, 44]));
+    }
+
+    #[test]
+    fn a_template_covers_what_has_fewer_variables() {
+        let pattern = |samples: &[&[i64]]| templates(samples).remove(0).pattern;
+        let length = pattern(&[&[1, 8, 20], &[1, 8, 30]]);
+        let both = pattern(&[&[1, 8, 20], &[1, 8, 30], &[1, 5, 30]]);
+        assert!(both.covers(&length) && !length.covers(&both));
+        assert!(length.covers(&length));
+        let other = pattern(&[&[4, 8, 20], &[4, 8, 24]]);
+        assert!(!both.covers(&other));
+        // One variable for two numbers covers no template that has one for each.
+        let equal = pattern(&[&[1, 8, 8], &[1, 9, 9]]);
+        let differing = pattern(&[&[1, 8, 8], &[1, 9, 7]]);
+        assert!(differing.covers(&equal) && !equal.covers(&differing));
+    }
 }

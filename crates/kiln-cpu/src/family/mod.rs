@@ -292,6 +292,7 @@ impl Maker for CpuMaker {
 
 #[cfg(test)]
 mod tests {
+    use kiln_family::template::Sample;
     use kiln_family::{State, Unit};
 
     use super::*;
@@ -341,7 +342,10 @@ mod tests {
             state.keep_all(&functions)
         };
         let first = units(&mut state, 1000);
-        state.samples.push(first);
+        state.samples.push(Sample {
+            units: first,
+            share: 1,
+        });
         let second = units(&mut state, 1001);
         state.learn(&family.maker, &graph, &second).unwrap();
         assert!(second.iter().all(|unit| state.find(unit).is_some()));

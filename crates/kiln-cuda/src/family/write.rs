@@ -323,6 +323,7 @@ fn rewrite(
 mod tests {
     use std::sync::Arc;
 
+    use kiln_family::template::Sample;
     use kiln_family::{Template, Unit};
 
     use super::*;
@@ -399,7 +400,11 @@ mod tests {
     fn a_template_with_numbers_is_the_function() {
         let functions = [function(37, 8), function(48, 8), function(51, 9)];
         let units: Vec<_> = functions.iter().map(unit).collect();
-        let samples: Vec<_> = units[..2].iter().map(|unit| vec![unit.clone()]).collect();
+        let sample = |unit: &Arc<Unit<FamilyFunction>>| Sample {
+            units: vec![unit.clone()],
+            share: 1,
+        };
+        let samples: Vec<_> = units[..2].iter().map(sample).collect();
         let found = kiln_family::template::generalise(&samples);
         let [found] = &found[..] else {
             panic!("{found:?}");

@@ -161,6 +161,9 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         .map(|(_, late)| late)
         .collect();
     let all = kept(graph, space, &lates);
+    if all.bytes == 0 && lates.is_empty() && space.loops.row_count() == 1 {
+        return (sole(space), FxHashSet::default());
+    }
     let (group, unrolled) = group(space, &lates, all.bytes);
     if unrolled && group == ALONE && held(space, group, all.bytes) > KEPT / 2 {
         let loads = Kept::of(graph, space, Keeps::Loads);
@@ -247,6 +250,29 @@ fn group(space: &Space, lates: &[Late], kept: i64) -> (i64, bool) {
         group *= 2;
     }
     (group, fits(group))
+}
+
+/// The shape of a sole row that is read once: the least and the greatest of some indices. The one block takes
+/// as long as its launch whatever its shape is. So there are few shapes, and rows of many lengths share a
+/// kernel.
+fn sole(space: &Space) -> Shape {
+    let items = space.loops.row_length() / space.width;
+    let group = match items {
+        ..=32 => 32,
+        33..=1024 => 256,
+        _ => 1024,
+    };
+    Shape {
+        group,
+        threads: group,
+        items,
+        turns: ceil(items, group),
+        unrolled: false,
+        paired: false,
+        rows: 1,
+        each: 1,
+        late: false,
+    }
 }
 
 /// The rest of the shape.
