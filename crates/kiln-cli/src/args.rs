@@ -266,6 +266,9 @@ pub struct BenchArguments {
     /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
     pub weights: WeightsArgument,
+    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does
+    #[arg(long)]
+    pub sharded: bool,
     /// Time the forward pass alone
     #[arg(long)]
     pub infer: bool,

@@ -596,6 +596,7 @@ fn what_the_compiler_fuses() {
         "small_updates",
         "softmax",
         "update_order",
+        "updates_of_slices",
     ];
     for name in names {
         let text = fs::read_to_string(cases.join(format!("{name}.kg"))).unwrap();
@@ -605,6 +606,45 @@ fn what_the_compiler_fuses() {
             panic!("{name}: {error}");
         }
     }
+}
+
+/// Updates of a bucket's gradients read slices of one tensor: where a slice begins is no reason for a launch of its own.
+#[test]
+fn updates_of_equal_alignment_share_a_launch() {
+    let graph = parse(
+        "graph @bucket {
+  %first = parameter 0 : f32[48]
+  %second = parameter 1 : f32[64]
+  %third = parameter 2 : f32[80]
+  %odd = parameter 3 : f32[50]
+  %sums = parameter 4 : f32[250]
+  %large = parameter 5 : f32[40000]
+  %1 = slice %sums {starts=[0], limits=[48], steps=[1]} : f32[48]      ; opt
+  %2 = sub %first, %1 : f32[48]                                        ; opt
+  %3 = slice %sums {starts=[48], limits=[112], steps=[1]} : f32[64]    ; opt
+  %4 = sub %second, %3 : f32[64]                                       ; opt
+  %5 = slice %sums {starts=[112], limits=[192], steps=[1]} : f32[80]   ; opt
+  %6 = sub %third, %5 : f32[80]                                        ; opt
+  %7 = slice %sums {starts=[197], limits=[247], steps=[1]} : f32[50]   ; opt
+  %8 = sub %odd, %7 : f32[50]                                          ; opt
+  return %2 (alias 0), %4 (alias 1), %6 (alias 2), %8 (alias 3)
+}",
+    );
+    if let Err(error) = Differential::new(&graph).check() {
+        panic!("{error}");
+    }
+    let code = compile(&graph, &Options::default(), &CudaTarget::default())
+        .unwrap()
+        .code;
+    let names = || code.functions.iter().map(|function| &function.name);
+    // The slice that begins between vectors is read element by element.
+    let updates = names().filter(|name| name.starts_with("updates")).count();
+    assert_eq!(
+        (updates, code.functions.len()),
+        (2, 2),
+        "{:?}",
+        names().collect::<Vec<_>>()
+    );
 }
 
 /// The middles between neighbours of 16 bits, and the numbers of f64 beside them: by way of f32 they would be

@@ -295,7 +295,10 @@ fn collectives_are_nodes_behind_their_gradients_and_in_front_of_updates() {
     let [maker, update] = touching[..] else {
         panic!("{nodes:#?}")
     };
-    let captures = of(&second, "cuStreamBeginCaptureToGraph");
+    // Each is a graph of its own.
+    assert_eq!(of(&second, "cuStreamBeginCaptureToGraph"), [""; 0]);
+    let captures = of(&second, "cuGraphAddChildGraphNode");
+    assert_eq!(captures.len(), 2, "{second:#?}");
     let after = |line: &str| line.rsplit_once(" after ").unwrap().1.to_owned();
     assert!(
         after(captures[0]).contains(&number(maker)),

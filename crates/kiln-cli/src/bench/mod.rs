@@ -229,7 +229,10 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
             Setting {
                 options,
                 weights: arguments.weights,
-                together: Some(Together::plain(world)),
+                together: Some(Together {
+                    sharded: arguments.sharded,
+                    ..Together::plain(world)
+                }),
                 ..Setting::default()
             },
         )?;

@@ -46,6 +46,8 @@ use crate::target::NAME;
 pub enum Argument {
     /// A pointer to the first byte of a buffer.
     Buffer(Buffer),
+    /// A pointer to a byte of a buffer.
+    Part(Buffer, usize),
     /// A pointer to the eight bytes of a runtime scalar.
     Scalar(u32),
     /// A pointer to a byte of this kernel's working memory.

@@ -470,6 +470,7 @@ fn product(plan: &Plan, call: &ProductCall, copies: [Option<usize>; 3], scratch:
 fn address(plan: &Plan, argument: &Argument, scratch: usize) -> Address {
     match argument {
         Argument::Buffer(buffer) => place(plan, *buffer, 0),
+        Argument::Part(buffer, at) => place(plan, *buffer, *at),
         Argument::Scalar(index) => Address::Scalar(*index),
         Argument::Scratch(offset) => Address::Arena(scratch + offset),
         Argument::Table(_) => unreachable!("tables hold addresses, not tables"),

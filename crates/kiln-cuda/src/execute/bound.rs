@@ -230,7 +230,7 @@ impl Sink for Branches<'_> {
 
     fn across(&mut self, ranks: &Ranks, shape: &Shape, from: At<'_>, to: At<'_>) -> Result<()> {
         let queue = |stream: &Stream| ranks.queue(stream, shape, from, to);
-        let node = self.builder.capture_urgent(&self.last, &[from.0, to.0], queue)?;
+        let node = self.builder.capture_apart(&self.last, &[from.0, to.0], queue)?;
         self.builder.keep_ranks(ranks);
         self.last = vec![node];
         Ok(())

@@ -65,10 +65,10 @@ impl Captured {
         let (first, second, results) = (memory()?, memory()?, [memory()?, memory()?]);
         let mut builder = GraphBuilder::new(device, "trial of NCCL")?;
         let begin = builder.copy(&[], operand, 0..BYTES, &first, 0)?;
-        let mean = builder.capture_urgent(&[begin], &[&first], |stream| {
+        let mean = builder.capture_apart(&[begin], &[&first], |stream| {
             ranks.queue(stream, &shape(true), (&first, 0), (&first, 0))
         })?;
-        let sum = builder.capture_urgent(&[mean], &[&first, &second], |stream| {
+        let sum = builder.capture_apart(&[mean], &[&first, &second], |stream| {
             ranks.queue(stream, &shape(false), (&first, 0), (&second, 0))
         })?;
         builder.copy(&[mean], &first, 0..BYTES, &results[0], 0)?;
@@ -130,14 +130,15 @@ pub(super) fn run(ranks: &Ranks, world: &World) -> Result<()> {
             captured.is_right(ranks, &stream)? && first
         }
         Err(error) => {
-            tracing::info!(target: "kiln", "{error}");
+            tracing::warn!(target: "kiln", "{error}");
             false
         }
     };
     if !right {
         tracing::warn!(
             target: "kiln",
-            "NCCL's calls do not work in a graph here, so steps of several ranks are queued call by call"
+            "NCCL's calls do not work in a graph here, so steps of several ranks are queued call by call, which is \
+             slower: set NCCL_DEBUG=INFO for NCCL's reason"
         );
     }
     let _ = ranks.inner.captures.set(right);

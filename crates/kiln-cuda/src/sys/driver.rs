@@ -265,6 +265,9 @@ functions! {
     fn cuGraphAddEmptyNode(
         node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize,
     ) -> CUresult;
+    fn cuGraphAddChildGraphNode(
+        node: *mut CUgraphNode, graph: CUgraph, after: *const CUgraphNode, count: usize, child: CUgraph,
+    ) -> CUresult;
     fn cuGraphGetNodes(graph: CUgraph, nodes: *mut CUgraphNode, count: *mut usize) -> CUresult;
     fn cuGraphInstantiateWithFlags(
         executable: *mut CUgraphExec, graph: CUgraph, flags: c_ulonglong,
@@ -272,6 +275,7 @@ functions! {
     fn cuGraphUpload(executable: CUgraphExec, stream: CUstream) -> CUresult;
     fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream) -> CUresult;
     fn cuGraphExecDestroy(executable: CUgraphExec) -> CUresult;
+    fn cuStreamBeginCapture_v2(stream: CUstream, mode: c_uint) -> CUresult;
     fn cuStreamBeginCaptureToGraph(
         stream: CUstream, graph: CUgraph, after: *const CUgraphNode, edges: *const c_void, count: usize,
         mode: c_uint,

@@ -8,9 +8,10 @@
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use super::graphs::{
-    cuGraphAddEmptyNode, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode, cuGraphCreate,
-    cuGraphDestroy, cuGraphExecDestroy, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphLaunch,
-    cuGraphUpload, cuStreamBeginCaptureToGraph, cuStreamEndCapture, cuStreamGetCaptureInfo_v3,
+    cuGraphAddChildGraphNode, cuGraphAddEmptyNode, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode,
+    cuGraphAddMemsetNode, cuGraphCreate, cuGraphDestroy, cuGraphExecDestroy, cuGraphGetNodes,
+    cuGraphInstantiateWithFlags, cuGraphLaunch, cuGraphUpload, cuStreamBeginCapture_v2,
+    cuStreamBeginCaptureToGraph, cuStreamEndCapture, cuStreamGetCaptureInfo_v3,
 };
 use super::{State, with};
 use crate::sys::driver::{
@@ -496,6 +497,6 @@ table! {
     cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload, cuModuleGetFunction,
     cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
     cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
-    cuGraphAddEmptyNode, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch,
-    cuGraphExecDestroy, cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
+    cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch,
+    cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
 }

@@ -6,7 +6,7 @@ use std::ffi::{c_uint, c_ulonglong, c_void};
 use std::slice;
 
 use super::functions::{call, give, kernel, number, pointer};
-use super::{Capture, with};
+use super::with;
 use crate::sys::driver::{
     CUcontext, CUgraph, CUgraphExec, CUgraphNode, CUresult, CUstream, CudaKernelNodeParams, CudaMemcpy3D,
     CudaMemsetNodeParams, result,
@@ -138,6 +138,19 @@ pub(super) unsafe extern "C" fn cuGraphAddEmptyNode(
     unsafe { add("cuGraphAddEmptyNode", "", node, graph, after, count) }
 }
 
+pub(super) unsafe extern "C" fn cuGraphAddChildGraphNode(
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: *const CUgraphNode,
+    count: usize,
+    child: CUgraph,
+) -> CUresult {
+    let inside = with(|state| state.nodes.get(&number(child.0)).map_or(0, Vec::len));
+    let given = format!(" of {inside} nodes");
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddChildGraphNode", &given, node, graph, after, count) }
+}
+
 pub(super) unsafe extern "C" fn cuGraphGetNodes(
     graph: CUgraph,
     _: *mut CUgraphNode,
@@ -179,6 +192,18 @@ pub(super) unsafe extern "C" fn cuGraphExecDestroy(_: CUgraphExec) -> CUresult {
     call("cuGraphExecDestroy", "", |_| result::SUCCESS)
 }
 
+pub(super) unsafe extern "C" fn cuStreamBeginCapture_v2(stream: CUstream, _: c_uint) -> CUresult {
+    call(
+        "cuStreamBeginCapture",
+        &format!("stream {}", number(stream.0)),
+        |state| {
+            let graph = state.handle();
+            state.capture(number(stream.0), graph, Vec::new());
+            result::SUCCESS
+        },
+    )
+}
+
 pub(super) unsafe extern "C" fn cuStreamBeginCaptureToGraph(
     stream: CUstream,
     graph: CUgraph,
@@ -198,8 +223,7 @@ pub(super) unsafe extern "C" fn cuStreamBeginCaptureToGraph(
     };
     let given = format!("stream {} after {last:?}", number(stream.0));
     call("cuStreamBeginCaptureToGraph", &given, |state| {
-        let graph = number(graph.0);
-        state.capturing.insert(number(stream.0), Capture { graph, last });
+        state.capture(number(stream.0), number(graph.0), last);
         result::SUCCESS
     })
 }
@@ -229,12 +253,16 @@ pub(super) unsafe extern "C" fn cuStreamGetCaptureInfo_v3(
     })
 }
 
-pub(super) unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, _: *mut CUgraph) -> CUresult {
+pub(super) unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, graph: *mut CUgraph) -> CUresult {
     call(
         "cuStreamEndCapture",
         &format!("stream {}", number(stream.0)),
         |state| match state.capturing.remove(&number(stream.0)) {
-            Some(_) => result::SUCCESS,
+            Some(capture) => {
+                // SAFETY: see the module.
+                unsafe { *graph = CUgraph(pointer(capture.graph)) };
+                result::SUCCESS
+            }
             None => result::INVALID_VALUE,
         },
     )

@@ -55,6 +55,8 @@ struct State {
     /// Nodes of every graph, and which graph each stream captures into.
     nodes: HashMap<usize, Vec<usize>>,
     capturing: HashMap<usize, Capture>,
+    /// The capture in which NCCL met a graph.
+    met: HashMap<usize, usize>,
     /// The array that the last look at a capture points to.
     last_nodes: Vec<usize>,
     cudnn: convolutions::Library,
@@ -70,6 +72,8 @@ struct Allocation {
 
 #[derive(Debug)]
 struct Capture {
+    /// No other capture has it.
+    number: usize,
     graph: usize,
     last: Vec<usize>,
 }
@@ -196,6 +200,20 @@ impl State {
         self.allocated.insert(address, allocation);
         self.peak = self.peak.max(self.used());
         address
+    }
+
+    /// A stream begins to capture into a graph, behind the nodes `last`.
+    fn capture(&mut self, stream: usize, graph: usize, last: Vec<usize>) {
+        let number = self.handle();
+        self.capturing.insert(stream, Capture { number, graph, last });
+    }
+
+    /// Whether NCCL can be captured on a stream: it takes every capture into one graph for the first.
+    fn is_new_to_nccl(&mut self, stream: usize) -> bool {
+        match self.capturing.get(&stream) {
+            Some(capture) => *self.met.entry(capture.graph).or_insert(capture.number) == capture.number,
+            None => true,
+        }
     }
 
     /// Something was queued on a stream: a node after what was captured before, if the stream is capturing.

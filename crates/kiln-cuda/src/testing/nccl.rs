@@ -44,6 +44,9 @@ pub fn fake_nccl(rank: usize, size: usize) -> Result<Communicator, Error> {
     nccl.connect(nccl.unique_id()?, rank, size)
 }
 
+/// `ncclUnhandledCudaError`.
+const CUDA_FAILURE: c_int = 1;
+
 /// `ncclInvalidArgument`.
 const INVALID: c_int = 4;
 
@@ -141,6 +144,9 @@ fn queue(
     }
     if !state.holds(from.addr() as u64, operand) || !state.holds(to.addr() as u64, result) {
         return INVALID;
+    }
+    if !state.is_new_to_nccl(stream.addr()) {
+        return CUDA_FAILURE;
     }
     state.queued(stream.addr());
     0

@@ -72,10 +72,25 @@ impl Writer<'_> {
         });
     }
 
+    /// Where the element of `buffer` at `position` is: behind which argument, and at which index from there.
+    fn element(&self, buffer: Buffer, position: &Index) -> (Argument, Index) {
+        let within = position.shift(-position.offset());
+        match usize::try_from(position.offset()) {
+            // Indices are not negative, so what runs backwards keeps its constant part.
+            Ok(elements @ 1..) if self.parts && within.range().0 >= 0 => {
+                let bytes = elements * self.buffer_dtype(buffer).size();
+                (Argument::Part(buffer, bytes), within)
+            }
+            _ => (Argument::Buffer(buffer), position.clone()),
+        }
+    }
+
     /// Loads the element of `buffer` at `position`, which is the value `key`.
     pub(super) fn load(&mut self, buffer: Buffer, position: &Index, key: &Key) -> Register {
         let dtype = self.buffer_dtype(buffer);
-        let at = self.argument(Argument::Buffer(buffer));
+        // What is said of a position holds whether its constant part stands in the index or in the address.
+        let (argument, within) = self.element(buffer, position);
+        let (at, within) = (self.argument(argument), &within);
         let data = self.load_slots(position);
         self.see(position, 1, dtype);
         let lanes = if data.lane {
@@ -88,10 +103,7 @@ impl Writer<'_> {
             ..self.place(position.vars()).and(data)
         };
         let ty = c::memory_type(dtype);
-        let text = c::widened(
-            dtype,
-            &format!("a{at}[{}]", self.index_text(position, place.lane)),
-        );
+        let text = c::widened(dtype, &format!("a{at}[{}]", self.index_text(within, place.lane)));
         if place.level < 2 {
             if place.level == 1 {
                 self.read_by_rows.push(buffer.bytes(self.graph));
@@ -99,7 +111,7 @@ impl Writer<'_> {
             return self.define(dtype, place, &text);
         }
         *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
-        if let Some(element) = self.stage_tile(position, data, &format!("a{at}"), dtype) {
+        if let Some(element) = self.stage_tile(within, data, &format!("a{at}"), dtype) {
             return self.define(dtype, place, &c::widened(dtype, &element));
         }
         let several = self.several.filter(|_| data.level == 0);
@@ -109,7 +121,7 @@ impl Writer<'_> {
         if (self.width == 1 || data.lane || lanes == Lanes::Same) && !kept {
             return self.define(dtype, place, &text);
         }
-        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
+        let (first, each) = (self.index_text(within, false), self.index_text(within, true));
         // One variable for all neighbours, in an array over the turns of the loop if it is kept.
         let name = self.fresh("v");
         let own = if kept { format!("{name}[k]") } else { name.clone() };

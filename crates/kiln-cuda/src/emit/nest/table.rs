@@ -68,6 +68,7 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
         space.loops.nest.extents[vector as usize] = own;
     }
     let mut writer = Writer::new(graph, &space);
+    writer.parts = true;
     let (width, ty) = (space.width, writer.index_type());
     let text = points::body(&mut writer);
     let var = space.vector.unwrap_or(0);
@@ -90,7 +91,9 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     for (at, (argument, written)) in writer.arguments.iter().zip(&writer.written).enumerate() {
         let constant = if *written { "" } else { "const " };
         let pointed = match argument {
-            Argument::Buffer(buffer) => c::memory_type(writer.buffer_dtype(*buffer)),
+            Argument::Buffer(buffer) | Argument::Part(buffer, _) => {
+                c::memory_type(writer.buffer_dtype(*buffer))
+            }
             Argument::Scalar(_) => "kiln_u64",
             Argument::Scratch(_) | Argument::Table(_) => return None,
         };

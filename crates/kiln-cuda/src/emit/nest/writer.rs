@@ -99,6 +99,9 @@ pub(super) struct Writer<'a> {
     pub(super) read_by_rows: Vec<usize>,
     /// Bytes of working memory.
     pub(super) scratch: usize,
+    /// Whether the constant part of a position that is read goes into the address, so that texts of nests that
+    /// read different parts of a buffer are equal.
+    pub(super) parts: bool,
     /// What a block brings into shared memory to read it across, if it does.
     pub(super) tiles: Option<Tiles>,
 }
@@ -134,6 +137,7 @@ impl<'a> Writer<'a> {
             turns: 1,
             read_by_rows: Vec::new(),
             scratch: 0,
+            parts: false,
             tiles: None,
         }
     }
@@ -173,7 +177,9 @@ impl<'a> Writer<'a> {
     /// What an argument points to.
     pub(super) fn pointed(&self, argument: &Argument) -> &'static str {
         match argument {
-            Argument::Buffer(buffer) => c::memory_type(self.buffer_dtype(*buffer)),
+            Argument::Buffer(buffer) | Argument::Part(buffer, _) => {
+                c::memory_type(self.buffer_dtype(*buffer))
+            }
             Argument::Scalar(_) => "kiln_u64",
             Argument::Scratch(_) | Argument::Table(_) => "unsigned char",
         }

@@ -28,7 +28,7 @@ pub struct GraphBuilder {
     nodes: Vec<CUgraphNode>,
     /// Library calls are captured on a stream that does nothing else.
     capture: Stream,
-    /// Those of [`GraphBuilder::capture_urgent`], on another one.
+    /// Those of [`GraphBuilder::capture_apart`], on another one.
     urgent: Option<Stream>,
     kept: Kept,
     /// Whether a call could not be captured: the graph may have a part of it.
@@ -66,9 +66,9 @@ pub(super) struct OwnedGraph {
 
 impl Drop for OwnedGraph {
     fn drop(&mut self) {
-        if self.device.enter().is_ok() {
-            // SAFETY: created by `GraphBuilder::new`, destroyed here once. What was instantiated from it
-            // lives on.
+        // A capture that was broken off leaves none.
+        if self.raw != CUgraph::NULL && self.device.enter().is_ok() {
+            // SAFETY: created by `GraphBuilder`, destroyed here once. What was instantiated from it lives on.
             unsafe { (self.device.driver().cuGraphDestroy)(self.raw) };
         }
     }
@@ -245,43 +245,10 @@ impl GraphBuilder {
         call: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Node> {
         let stream = self.capture.clone();
-        self.capture_on(&stream, after, storages, call)
-    }
-
-    /// As [`GraphBuilder::capture`]; the call's kernels start before others that could start at the same time,
-    /// because other devices wait for them.
-    ///
-    /// # Errors
-    /// As [`GraphBuilder::capture`].
-    pub fn capture_urgent(
-        &mut self,
-        after: &[Node],
-        storages: &[&Arc<Storage>],
-        call: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Result<Node> {
-        let stream = match &self.urgent {
-            Some(stream) => stream.clone(),
-            None => self.urgent.insert(self.device.urgent_stream()?).clone(),
-        };
-        self.capture_on(&stream, after, storages, call)
-    }
-
-    /// Keeps the ranks as long as the graph.
-    pub(crate) fn keep_ranks(&mut self, ranks: &Ranks) {
-        self.kept.ranks.get_or_insert_with(|| ranks.clone());
-    }
-
-    fn capture_on(
-        &mut self,
-        stream: &Stream,
-        after: &[Node],
-        storages: &[&Arc<Storage>],
-        call: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Result<Node> {
         let after = self.raw(after)?;
         // Waiting for other streams happens now, outside the graph.
         for storage in storages {
-            storage.take_to(stream)?;
+            storage.take_to(&stream)?;
         }
         self.device.enter()?;
         let driver = self.device.driver();
@@ -302,9 +269,9 @@ impl GraphBuilder {
         storages.iter().for_each(|storage| self.kept.storage(storage));
         self.incomplete = true;
         stream.set_capturing(true);
-        let called = call(stream);
+        let called = call(&stream);
         stream.set_capturing(false);
-        let last = self.captured_last(stream);
+        let last = self.captured_last(&stream);
         self.device.enter()?;
         let mut graph = CUgraph::NULL;
         // SAFETY: the capture was begun above, on this thread.
@@ -317,6 +284,64 @@ impl GraphBuilder {
             [node] => Ok(self.add(node)),
             _ => self.join_raw(&last),
         }
+    }
+
+    /// Captures whatever `call` queues into a graph of its own, which becomes one node of this graph, after the
+    /// nodes `after`. The call's kernels start before others that could start at the same time, because other
+    /// devices wait for them. `storages` are all that the call uses.
+    ///
+    /// NCCL needs this: it remembers its streams of a capture by the number of the graph that is captured, and
+    /// takes a second capture into one graph for the first, which is over (NCCL 2.28).
+    ///
+    /// # Errors
+    /// As [`GraphBuilder::capture`], but the graph has nothing of a call that failed, and takes more.
+    pub fn capture_apart(
+        &mut self,
+        after: &[Node],
+        storages: &[&Arc<Storage>],
+        call: impl FnOnce(&Stream) -> Result<()>,
+    ) -> Result<Node> {
+        let stream = match &self.urgent {
+            Some(stream) => stream.clone(),
+            None => self.urgent.insert(self.device.urgent_stream()?).clone(),
+        };
+        let after = self.raw(after)?;
+        // Waiting for other streams happens now, outside the graph.
+        for storage in storages {
+            storage.take_to(&stream)?;
+        }
+        self.device.enter()?;
+        // SAFETY: the stream is this builder's and is not capturing.
+        let code = unsafe {
+            (self.device.driver().cuStreamBeginCapture_v2)(stream.raw(), CAPTURE_MODE_THREAD_LOCAL)
+        };
+        self.check("cuStreamBeginCapture", code, || "a library's call".into())?;
+        stream.set_capturing(true);
+        let called = call(&stream);
+        stream.set_capturing(false);
+        self.device.enter()?;
+        let mut raw = CUgraph::NULL;
+        // SAFETY: the capture was begun above, on this thread.
+        let code = unsafe { (self.device.driver().cuStreamEndCapture)(stream.raw(), &raw mut raw) };
+        // The node below has a copy of its own.
+        let part = OwnedGraph {
+            device: self.device.clone(),
+            raw,
+        };
+        called?;
+        self.check("cuStreamEndCapture", code, || "a library's call".into())?;
+        let what = || "a library's call".to_owned();
+        // SAFETY: both graphs live, and the nodes are of this one. What the call uses is kept below.
+        let node = self.insert("cuGraphAddChildGraphNode", what, |driver, node, graph| unsafe {
+            (driver.cuGraphAddChildGraphNode)(node, graph, after.as_ptr(), after.len(), part.raw)
+        })?;
+        storages.iter().for_each(|storage| self.kept.storage(storage));
+        Ok(node)
+    }
+
+    /// Keeps the ranks as long as the graph.
+    pub(crate) fn keep_ranks(&mut self, ranks: &Ranks) {
+        self.kept.ranks.get_or_insert_with(|| ranks.clone());
     }
 
     /// How many nodes were added, each capture counting as one.
