@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use burn::tensor::DType;
 use clap::{Args, Parser, Subcommand};
 use kiln::distributed::Link;
-use kiln::{CompileBackend, KilnDevice, Weights};
+use kiln::{CompileBackend, KilnDevice, UnknownDevice, Weights};
 
 /// Compiled training steps for Burn.
 #[derive(Parser, Debug)]
@@ -46,6 +46,15 @@ pub fn autocast_name(dtype: DType) -> &'static str {
 
 /// How parameters are stored, as an argument with a default.
 pub type WeightsArgument = Option<Weights>;
+
+/// The name of a device, as it was written: `cuda` is not yet one of several GPUs.
+///
+/// # Errors
+///
+/// If it names no device.
+pub fn parse_device(name: &str) -> Result<String, UnknownDevice> {
+    name.parse::<KilnDevice>().map(|_| name.to_owned())
+}
 
 /// How parameters are stored, from its name: none for `f32`.
 ///
@@ -149,9 +158,10 @@ pub struct TrainArguments {
     /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
     #[arg(long)]
     pub backend: Option<CompileBackend>,
-    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL
-    #[arg(long)]
-    pub device: Option<KilnDevice>,
+    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL; of several ranks with cuda each
+    /// takes a GPU of its own
+    #[arg(long, value_parser = parse_device)]
+    pub device: Option<String>,
     /// Mixed precision, instead of the config's `train.autocast`: let products, convolutions and attention
     /// read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
@@ -364,4 +374,24 @@ pub struct ExplainArguments {
     /// Time the step under several memory budgets, print the trade and draw it
     #[arg(long, value_name = "FILE.svg")]
     pub memory_curve: Option<PathBuf>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_gpu_without_a_number_stays_one() {
+        let device = |name: &str| {
+            let words = ["kiln", "train", "--config", "run.toml", "--device", name];
+            Arguments::try_parse_from(words).map(|arguments| match arguments.command {
+                Command::Train(arguments) => arguments.device,
+                other => panic!("{other:?}"),
+            })
+        };
+        // Ranks tell by it that each takes a GPU of its own.
+        assert_eq!(device("cuda").unwrap().as_deref(), Some("cuda"));
+        assert_eq!(device("cuda:1").unwrap().as_deref(), Some("cuda:1"));
+        assert!(device("cuda:one").unwrap_err().to_string().contains("cuda:one"));
+    }
 }

@@ -84,6 +84,19 @@ pub enum Error {
         /// What is missing.
         reason: String,
     },
+    /// The step is on another GPU than the one through which the rank is connected.
+    #[error(
+        "rank {rank} is connected through cuda:{connected}, but its step is on cuda:{used}: each rank takes the GPU that \
+         kiln::distributed::device(&world) says; `kiln train` does so with `--device cuda`, without a number"
+    )]
+    OtherGpu {
+        /// The rank.
+        rank: usize,
+        /// The GPU that connects it.
+        connected: usize,
+        /// That of its step.
+        used: usize,
+    },
     /// The ranks cannot meet at the address that the launcher gave them.
     #[error("{what} failed: {reason}")]
     Meeting {

@@ -80,8 +80,8 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     if let Some(backend) = arguments.backend {
         config.train.backend = backend.name().to_owned();
     }
-    if let Some(device) = arguments.device {
-        config.train.device = device.to_string();
+    if let Some(device) = &arguments.device {
+        config.train.device.clone_from(device);
     }
     if let Some(dtype) = arguments.autocast {
         config.train.autocast = autocast_name(dtype).to_owned();
