@@ -608,7 +608,8 @@ fn what_the_compiler_fuses() {
     }
 }
 
-/// Updates of a bucket's gradients read slices of one tensor: where a slice begins is no reason for a launch of its own.
+/// Updates of a bucket's gradients read slices of one tensor. Where a slice begins is no reason for a launch of
+/// its own.
 #[test]
 fn updates_of_equal_alignment_share_a_launch() {
     let graph = parse(
