@@ -163,8 +163,8 @@ pub(crate) fn assign_aliases(graph: &mut Graph, dies: &[bool]) {
 ///
 /// # Errors
 ///
-/// If a mean is not of one tensor of floats, NCCL is missing, the GPU is not the one that connects the ranks, or other
-/// ranks do not take part.
+/// If a mean is not of one tensor of floats, NCCL is missing, the GPU is not the one that connects the ranks, or
+/// other ranks do not take part.
 pub(crate) fn connect(gpu: &Gpu, graph: &Graph) -> Result<Option<Graph>, ExecuteError> {
     let Some(world) = current().filter(|world| world.launcher() != Launcher::Alone) else {
         return Ok(None);
@@ -174,7 +174,8 @@ pub(crate) fn connect(gpu: &Gpu, graph: &Graph) -> Result<Option<Graph>, Execute
         return Ok(None);
     }
     // Another rank would not take part in a second connection.
-    if let (true, Some(connected)) = (world.has_carrier(), device(&world).place().gpu())
+    if world.has_carrier()
+        && let Some(connected) = device(&world).place().gpu()
         && connected != gpu.device().ordinal()
     {
         let (rank, used) = (world.rank(), gpu.device().ordinal());

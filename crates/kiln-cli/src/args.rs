@@ -158,8 +158,8 @@ pub struct TrainArguments {
     /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
     #[arg(long)]
     pub backend: Option<CompileBackend>,
-    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL; of several ranks with cuda each
-    /// takes a GPU of its own
+    /// Where it runs, instead of the config's `train.device`: cpu, cuda or cuda:ORDINAL; of several ranks
+    /// with cuda each takes a GPU of its own
     #[arg(long, value_parser = parse_device)]
     pub device: Option<String>,
     /// Mixed precision, instead of the config's `train.autocast`: let products, convolutions and attention

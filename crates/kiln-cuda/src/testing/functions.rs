@@ -497,6 +497,7 @@ table! {
     cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload, cuModuleGetFunction,
     cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
     cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
-    cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphUpload, cuGraphLaunch,
-    cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
+    cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags,
+    cuGraphUpload, cuGraphLaunch, cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph,
+    cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
 }

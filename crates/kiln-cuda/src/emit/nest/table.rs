@@ -10,7 +10,7 @@ use kiln_graph::Graph;
 
 use super::space::Space;
 use super::writer::Writer;
-use super::{Argument, Call, EmitOptions, KernelCode, Launch, c, grid, points, prepare};
+use super::{Argument, Call, EmitOptions, KernelCode, Launch, grid, points, prepare};
 use crate::code::FunctionText;
 
 /// Threads of a block.
@@ -90,13 +90,10 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     let (mut row, mut pointers) = (Vec::new(), String::new());
     for (at, (argument, written)) in writer.arguments.iter().zip(&writer.written).enumerate() {
         let constant = if *written { "" } else { "const " };
-        let pointed = match argument {
-            Argument::Buffer(buffer) | Argument::Part(buffer, _) => {
-                c::memory_type(writer.buffer_dtype(*buffer))
-            }
-            Argument::Scalar(_) => "kiln_u64",
-            Argument::Scratch(_) | Argument::Table(_) => return None,
-        };
+        if matches!(argument, Argument::Scratch(_) | Argument::Table(_)) {
+            return None;
+        }
+        let pointed = writer.pointed(argument);
         pointers.push_str(&format!(
             "{constant}{pointed}* const a{at} = ({constant}{pointed}*)row[{}];\n",
             row.len()
