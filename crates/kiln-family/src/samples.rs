@@ -396,13 +396,16 @@ fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
     let mut sizes = Vec::new();
     let mut power = 1 << least.ilog2();
     while power <= most {
-        // The power itself, and behind it multiples of eight, even and odd numbers.
+        // The power itself and half as much again, odd sizes, and behind them one for each lower power that may
+        // be the largest one to divide a size.
         for (sixteenths, divisor, rest) in [
             (16, 1, 0),
             (18, 4, 2),
-            (20, 8, 0),
+            (20, 8, 4),
+            (22, 16, 8),
             (23, 2, 1),
             (24, 8, 0),
+            (26, 32, 16),
             (27, 2, 1),
             (30, 4, 2),
         ] {
