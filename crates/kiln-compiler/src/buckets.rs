@@ -317,6 +317,39 @@ mod tests {
         starts.map(|(_, data)| parameter(data)).collect()
     }
 
+    /// Autocast leaves gradients of 16 bits, and casts them where they are summed.
+    #[test]
+    fn a_gradient_that_is_cast_travels_as_soon_as_it_is_made() {
+        let mut graph = Graph::new("step");
+        let p = Provenance::default();
+        let parameters: Vec<Value> = (0..2)
+            .map(|_| graph.parameter(TensorType::new(DType::BF16, [4])))
+            .collect();
+        let mut gradients = Vec::new();
+        for &parameter in parameters.iter().rev() {
+            gradients.push(graph.unary(UnaryOp::Exp, parameter, &p).unwrap());
+        }
+        for gradient in gradients.into_iter().rev() {
+            let wide = graph.add(Op::Cast(DType::F32), &[gradient], &p).unwrap();
+            let sum = graph
+                .add(Op::Collective(Collective::average(2)), &[wide], &p)
+                .unwrap();
+            graph.output(sum, None);
+        }
+        let bucketed = run(&graph, &Buckets::NONE, None).unwrap().unwrap();
+        kiln_graph::verify::verify(&bucketed).unwrap();
+        let names: Vec<&str> = bucketed.nodes().map(|(_, data)| data.op.name()).collect();
+        let sum = ["cast", "all_reduce"];
+        let expected = [
+            &["parameter", "parameter", "exp"][..],
+            &sum,
+            &["exp"],
+            &sum,
+            &["collective_wait"; 2],
+        ];
+        assert_eq!(names, expected.concat());
+    }
+
     #[test]
     fn sums_are_started_in_a_given_order() {
         let graph = three_sums();

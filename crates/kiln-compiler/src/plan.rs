@@ -10,6 +10,8 @@
 //! buffer that dies at the kernel that makes another buffer of the same size hands its memory over under
 //! the same condition.
 //!
+//! A result that is made in its part of a larger buffer ([`crate::schedule::parts`]) has no memory of its own.
+//!
 //! Where a target may run small kernels in another order, small buffers ([`Policy::kept_buffer`]) keep
 //! their memory for the whole step.
 //!
@@ -105,6 +107,13 @@ pub fn plan(graph: &Graph, schedule: &Schedule, scratch: &[usize], policy: &Poli
     }
     for (buffer, root) in roots {
         plan.places.insert(buffer, Place::Arena(offsets[&root]));
+    }
+    for part in schedule.kernels.iter().filter_map(|kernel| kernel.part) {
+        let at = part.start * graph.dtype(part.value).size();
+        if let Some(&Place::Arena(offset)) = plan.places.get(&Buffer::Value(part.of)) {
+            plan.places
+                .insert(Buffer::Value(part.value), Place::Arena(offset + at));
+        }
     }
     plan
 }

@@ -221,10 +221,11 @@ impl Buffers {
             .map(|&node| FusedNode::new(graph, node))
             .collect();
         let (reads, writes) = (positions(&kernel.reads), positions(&kernel.writes));
-        let bytes = |position: &u32| self.list[*position as usize].bytes;
+        let bytes = |buffer: &Buffer| buffer.bytes(graph) as u64;
+        let touched = kernel.reads.iter().copied().chain(kernel.stored());
         KernelReport {
             name: String::new(),
-            bytes: reads.iter().chain(&writes).map(bytes).sum(),
+            bytes: touched.map(|buffer| bytes(&buffer)).sum(),
             flops: nodes.iter().map(|node| node.flops).sum(),
             nodes,
             reads,

@@ -19,9 +19,13 @@ struct Planned {
 impl Planned {
     /// One kernel for each operation, so that everything is in memory.
     fn new(text: &str) -> Self {
+        Self::with(text, false)
+    }
+
+    fn with(text: &str, fuse: bool) -> Self {
         let graph = Graph::parse(text).unwrap_or_else(|error| panic!("{error}"));
         let options = Options {
-            fuse: false,
+            fuse,
             transform: false,
             ..Options::default()
         };
@@ -313,4 +317,43 @@ fn pieces_of_a_concatenation_are_apart_and_fill_it() {
         }
     }
     assert!(matches!(it.fault(), Some(PlanFault::Pieces { .. })));
+}
+
+/// A product that is made in its part of a concatenation: its place, and what it stores, are looked at, too.
+#[test]
+fn parts_are_where_their_buffer_has_them() {
+    const JOINED: &str = "graph @joined {
+  %0 = parameter 0 : f32[8,8]
+  %1 = parameter 1 : f32[64]
+  %2 = dot_general %0, %0 {a_contract=[1], b_contract=[0]} : f32[8,8]
+  %3 = reshape %2 : f32[64]
+  %4 = concat %1, %3 {axis=0} : f32[128]
+  %5 = exp %4 : f32[128]
+  return %5
+}";
+    let joined = || {
+        let it = Planned::with(JOINED, true);
+        let maker = it
+            .schedule
+            .kernels
+            .iter()
+            .position(|kernel| kernel.part.is_some());
+        (it, maker.expect("the product is made in the concatenation"))
+    };
+    let (it, maker) = joined();
+    let Place::Arena(whole) = it.place(4) else {
+        panic!("%4 is in the arena")
+    };
+    assert_eq!(it.place(2), Place::Arena(whole + 256));
+    assert_eq!(it.schedule.kernels[maker].writes, [it.buffer(4)]);
+
+    let (mut it, _) = joined();
+    it.put(2, Place::Arena(whole));
+    assert!(matches!(it.fault(), Some(PlanFault::Part { part, start: 64, .. }) if part == "%2"));
+
+    // Over the other part.
+    let (mut it, maker) = joined();
+    it.put(2, Place::Arena(whole));
+    it.schedule.kernels[maker].part.as_mut().unwrap().start = 0;
+    assert!(matches!(it.fault(), Some(PlanFault::Pieces { stored: 128, .. })));
 }

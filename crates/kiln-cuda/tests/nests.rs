@@ -593,6 +593,7 @@ fn what_the_compiler_fuses() {
         "halves",
         "loss",
         "one_hot",
+        "placed_parts",
         "small_updates",
         "softmax",
         "update_order",

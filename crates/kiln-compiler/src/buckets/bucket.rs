@@ -22,8 +22,8 @@ use super::{Buckets, index, is_copied, is_sum};
 pub(super) struct Member {
     pub node: Node,
     pub operand: Value,
-    /// Movements that lead from what is computed to the operand, in their order: they are computed when the
-    /// bucket starts, wherever the program has them.
+    /// Movements and casts that lead from what is computed to the operand, in their order: they are computed
+    /// when the bucket starts, wherever the program has them.
     movements: Vec<Node>,
     /// The node behind which it can be started.
     pub ready: usize,
@@ -43,7 +43,7 @@ impl Member {
             if is_sum(&made.op) {
                 // A sum of a sum follows its wait.
                 ready = None;
-            } else if is_share(graph, node) && is_packing(&made.op) {
+            } else if is_packing(&made.op) {
                 if !movements.contains(&maker) {
                     movements.push(maker);
                     stack.extend(&made.inputs);
@@ -67,16 +67,14 @@ impl Member {
     }
 }
 
-fn is_share(graph: &Graph, node: Node) -> bool {
-    matches!(graph.node(node).op, Op::Collective(it) if !it.kind.is_in_place())
-}
-
-/// Whether an operation may take part in packing an operand: it moves elements, or makes constants that fill
-/// up. Unlike [`Op::is_movement`] that leaves out what takes elements away or turns them around.
+/// Whether an operation may take part in packing an operand: it moves elements, changes their type, or makes
+/// constants that fill up. Unlike [`Op::is_movement`] that leaves out what takes elements away or turns them
+/// around. A gradient of 16 bits is cast where its sum is, which is behind the whole backward pass.
 fn is_packing(op: &Op) -> bool {
     matches!(
         op,
-        Op::Reshape(_)
+        Op::Cast(_)
+            | Op::Reshape(_)
             | Op::Transpose(_)
             | Op::Concat { .. }
             | Op::Pad { .. }

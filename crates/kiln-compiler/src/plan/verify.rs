@@ -23,7 +23,8 @@ use kiln_graph::{Graph, Op};
 
 use super::pieces::{Piece, whole};
 use super::{Place, Plan};
-use crate::schedule::nest::Store;
+use crate::index::Index;
+use crate::schedule::kernel::Part;
 use crate::schedule::{Buffer, Schedule};
 
 /// A fault of a plan: a bug of the compiler. No kernel of such a step runs.
@@ -100,6 +101,16 @@ pub enum PlanFault {
         elements: i64,
         /// ` and overlap`, or nothing.
         overlap: &'static str,
+    },
+    /// A kernel's result is not where its part of a buffer is.
+    #[error("{part} is not at element {start} of {buffer}")]
+    Part {
+        /// The result.
+        part: String,
+        /// The buffer.
+        buffer: String,
+        /// The first element of the part.
+        start: usize,
     },
     /// Two things share bytes while both live.
     #[error(
@@ -259,6 +270,9 @@ impl Verifier<'_> {
 
     fn reads_and_writes(&self) -> Result<(), PlanFault> {
         for (kernel, number) in self.schedule.kernels.iter().zip(1..) {
+            if let Some(part) = kernel.part {
+                self.is_placed(part)?;
+            }
             for &buffer in kernel.reads.iter().chain(&kernel.writes) {
                 if buffer.bytes(self.graph) > 0 && !self.plan.places.contains_key(&buffer) {
                     return Err(PlanFault::Unplaced {
@@ -298,6 +312,22 @@ impl Verifier<'_> {
         Ok(())
     }
 
+    /// A part is in the memory of its buffer, which is what the kernel writes.
+    fn is_placed(&self, part: Part) -> Result<(), PlanFault> {
+        let place = |value| self.plan.places.get(&Buffer::Value(value));
+        let size = self.graph.dtype(part.value).size();
+        match (place(part.of), place(part.value)) {
+            (Some(Place::Arena(whole)), Some(Place::Arena(own))) if *own == whole + part.start * size => {
+                Ok(())
+            }
+            _ => Err(PlanFault::Part {
+                part: part.value.to_string(),
+                buffer: part.of.to_string(),
+                start: part.start,
+            }),
+        }
+    }
+
     /// The buffer in which output `number` is made.
     fn buffer_of(&self, number: usize) -> Buffer {
         let copy = Buffer::Output(number as u32);
@@ -322,12 +352,18 @@ impl Verifier<'_> {
         Ok(())
     }
 
-    /// All stores of loop nests to a buffer, where nothing but nests writes it.
-    fn stores(&self) -> FxHashMap<Buffer, Vec<&Store>> {
-        let mut stores: FxHashMap<Buffer, Vec<&Store>> = FxHashMap::default();
+    /// The positions that are stored to in a buffer that loop nests write, or kernels that make a part of it.
+    fn stores(&self) -> FxHashMap<Buffer, Vec<Index>> {
+        let mut stores: FxHashMap<Buffer, Vec<Index>> = FxHashMap::default();
         for kernel in &self.schedule.kernels {
             for store in kernel.nests().iter().flat_map(|nest| &nest.stores) {
-                stores.entry(store.buffer).or_default().push(store);
+                let positions = stores.entry(store.buffer).or_default();
+                positions.push(store.position.clone());
+            }
+            if let Some(part) = kernel.part {
+                let elements = self.graph.ty(part.value).numel() as i64;
+                let positions = stores.entry(Buffer::Value(part.of)).or_default();
+                positions.push(Index::var(0, elements).shift(part.start as i64));
             }
         }
         stores
@@ -343,11 +379,11 @@ impl Verifier<'_> {
             }
             let elements = shape.iter().product::<usize>() as i64;
             let (stored, overlap) = match stores[..] {
-                [store] => (whole(&store.position).unwrap_or(0), false),
+                [ref position] => (whole(position).unwrap_or(0), false),
                 _ => {
                     let boxes: Option<Vec<Piece>> = stores
                         .iter()
-                        .map(|store| Piece::new(&store.position, &shape))
+                        .map(|position| Piece::new(position, &shape))
                         .collect();
                     let boxes = boxes.unwrap_or_default();
                     let mut rest = boxes.iter();

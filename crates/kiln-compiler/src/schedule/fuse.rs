@@ -53,8 +53,9 @@ use super::access::{identity, operand_index};
 use super::class::{Class, classify, node_index};
 use super::layout::{self, Layouts};
 use super::nest::{Nest, Store};
+use super::parts::place_in_parts;
 use super::recompute::inline_images;
-use super::together::{join_casts, join_updates};
+use super::together::{join_casts, join_pieces, join_updates};
 use super::{Buffer, Kernel, KernelKind, Schedule};
 use crate::index::{Index, linear};
 use crate::options::Options;
@@ -92,8 +93,10 @@ pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
     let mut kernels = fuser.finish();
     if fuse {
         kernels = absorb(graph, policy, &layouts, kernels);
+        kernels = place_in_parts(graph, policy, kernels);
         kernels = join_updates(graph, policy, kernels);
         kernels = join_casts(graph, kernels);
+        kernels = join_pieces(graph, policy, kernels);
     }
     Schedule {
         layouts,
@@ -416,6 +419,7 @@ impl<'a> Fuser<'a> {
                     writes: group.writes,
                     nodes,
                     prologues: Vec::new(),
+                    part: None,
                 }
             })
             .collect()

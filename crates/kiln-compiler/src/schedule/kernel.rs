@@ -34,6 +34,17 @@ fn in_place(graph: &Graph, node: Node, buffer: Buffer) -> Vec<Value> {
     }
 }
 
+/// Where in a larger buffer a kernel stores its result ([`super::parts`]).
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Part {
+    /// The result, all of it and contiguous.
+    pub value: Value,
+    /// The value whose buffer it is a part of.
+    pub of: Value,
+    /// The position of its first element there.
+    pub start: usize,
+}
+
 /// One kernel of the schedule.
 #[derive(Clone, Debug)]
 pub struct Kernel {
@@ -48,9 +59,19 @@ pub struct Kernel {
     pub nodes: Vec<Node>,
     /// Operands that are computed while they are read.
     pub prologues: Vec<Prologue>,
+    /// The part of the buffer it writes that its result is, if that is not all of the buffer.
+    pub part: Option<Part>,
 }
 
 impl Kernel {
+    /// The buffers whose elements it stores: those that it writes, or its part of the one that it writes.
+    pub fn stored(&self) -> Vec<Buffer> {
+        match self.part {
+            Some(part) => vec![Buffer::Value(part.value)],
+            None => self.writes.clone(),
+        }
+    }
+
     /// The loop nests of this kernel, alone, after a contraction or side by side.
     pub fn nests(&self) -> &[Nest] {
         match &self.kind {

@@ -17,6 +17,7 @@ pub mod layout;
 pub mod loops;
 pub mod nest;
 pub mod order;
+pub mod parts;
 pub mod power;
 pub mod prologue;
 pub mod recompute;
@@ -66,6 +67,9 @@ impl Schedule {
                     "  operand {} computed: {}",
                     prologue.operand, prologue.value
                 );
+            }
+            if let Some(part) = kernel.part {
+                let _ = writeln!(text, "  {} from element {}", part.value, part.start);
             }
             for (word, buffers) in [("reads", &kernel.reads), ("writes", &kernel.writes)] {
                 let list: Vec<String> = buffers.iter().map(|buffer| buffer.to_text(graph)).collect();

@@ -1,4 +1,4 @@
-//! Small updates together: one kernel for all of them.
+//! Small kernels together: one for all updates, for all casts of arguments, for all pieces of a bucket.
 //!
 //! A model has many small parameters, such as biases and the scales of normalisations. Updating each is a
 //! loop over a few hundred elements that costs a call, and a kernel to look at in every report. Updates whose
@@ -65,6 +65,34 @@ pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     others
 }
 
+/// Joins the small kernels that write pieces of one bucket ([`crate::buckets`]) into one kernel. The bucket
+/// travels behind the last of them, so none is wanted earlier.
+pub fn join_pieces(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec<Kernel> {
+    let users = graph.users();
+    let travels = |&node: &Node| matches!(graph.node(node).op, Op::Collective(it) if it.started);
+    let bucket = |kernel: &Kernel| {
+        let (KernelKind::Nest(nest), [Buffer::Value(whole)]) = (&kernel.kind, &kernel.writes[..]) else {
+            return None;
+        };
+        let is_piece = nest.split.is_none()
+            && points(kernel) <= policy.joined_update
+            && matches!(graph.def(*whole).op, Op::Concat { .. })
+            && users.of(*whole).iter().all(travels);
+        is_piece.then_some(*whole)
+    };
+    let (pieces, mut others): (Vec<Kernel>, Vec<Kernel>) =
+        kernels.into_iter().partition(|kernel| bucket(kernel).is_some());
+    let mut lists: Vec<Vec<Kernel>> = Vec::new();
+    for kernel in pieces {
+        match lists.iter_mut().find(|list| list[0].writes == kernel.writes) {
+            Some(list) => list.push(kernel),
+            None => lists.push(vec![kernel]),
+        }
+    }
+    others.extend(lists.into_iter().flat_map(side_by_side));
+    others
+}
+
 /// Nests that do not depend on each other as one kernel, if there are several.
 fn side_by_side(mut small: Vec<Kernel>) -> Vec<Kernel> {
     if small.len() < 2 {
@@ -78,6 +106,7 @@ fn side_by_side(mut small: Vec<Kernel>) -> Vec<Kernel> {
         writes: Vec::new(),
         nodes: Vec::new(),
         prologues: Vec::new(),
+        part: None,
     };
     for kernel in small {
         if let KernelKind::Nest(nest) = kernel.kind {
@@ -87,8 +116,10 @@ fn side_by_side(mut small: Vec<Kernel>) -> Vec<Kernel> {
         joined.writes.extend(kernel.writes);
         joined.nodes.extend(kernel.nodes);
     }
-    joined.reads.sort_unstable();
-    joined.reads.dedup();
+    for buffers in [&mut joined.reads, &mut joined.writes] {
+        buffers.sort_unstable();
+        buffers.dedup();
+    }
     joined.kind = KernelKind::Together(nests);
     vec![joined]
 }

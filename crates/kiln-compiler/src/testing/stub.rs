@@ -182,7 +182,7 @@ impl<'a> Extract<'a> {
             });
         }
         if nests.is_empty() {
-            for &buffer in &source.writes {
+            for buffer in source.stored() {
                 let value = buffer.value(graph);
                 let own = self.value(value)?;
                 self.kernel.graph.output(own, None);

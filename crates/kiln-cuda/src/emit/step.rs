@@ -142,7 +142,7 @@ impl<'a> Writer<'a> {
         let (kernel, code) = (&self.kernels[number], &self.codes[number]);
         let ranges =
             |buffers: &[Buffer]| -> Vec<Range> { buffers.iter().filter_map(|&it| self.range(it)).collect() };
-        let mut writes = ranges(&kernel.writes);
+        let mut writes = ranges(&kernel.stored());
         let start = self.plan.scratch[number];
         let scratch = Range {
             space: Space::Arena,
