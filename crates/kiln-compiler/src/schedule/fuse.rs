@@ -47,7 +47,7 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use kiln_graph::op::Op;
-use kiln_graph::{Graph, Node, Scalar, Value};
+use kiln_graph::{Graph, Node, Scalar, Users, Value};
 
 use super::access::{identity, operand_index};
 use super::class::{Class, classify, node_index};
@@ -139,22 +139,18 @@ struct Fuser<'a> {
     demanded: FxHashMap<Value, ()>,
     /// Values that are outputs in place.
     outputs: FxHashMap<Value, ()>,
+    users: Users,
 }
 
 impl<'a> Fuser<'a> {
     fn new(graph: &'a Graph, options: &Options, policy: &'a Policy) -> Self {
         let fuse = options.fuse;
         let mut classes = classify(graph, policy);
+        let users = graph.users();
         let mut layouts = Layouts::default();
         if fuse {
             layouts = layout::choose(graph, policy);
-            inline_images(
-                graph,
-                &graph.users(),
-                &layouts,
-                policy.image_operations,
-                &mut classes,
-            );
+            inline_images(graph, &users, &layouts, policy.image_operations, &mut classes);
         }
         Self {
             graph,
@@ -167,6 +163,7 @@ impl<'a> Fuser<'a> {
             readers: FxHashMap::default(),
             demanded: FxHashMap::default(),
             outputs: FxHashMap::default(),
+            users,
         }
     }
 

@@ -7,7 +7,7 @@
 
 use rustc_hash::FxHashSet;
 
-use kiln_graph::{Graph, Node, Op, Phase};
+use kiln_graph::{Graph, Node, Op, Phase, Users, Value};
 
 use super::buffer::Buffer;
 use super::kernel::{Kernel, KernelKind};
@@ -65,32 +65,49 @@ pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     others
 }
 
-/// Joins the small kernels that write pieces of one bucket ([`crate::buckets`]) into one kernel. The bucket
-/// travels behind the last of them, so none is wanted earlier.
+/// Joins the small kernels that make the pieces of one bucket ([`crate::buckets`]) into one kernel: copies and
+/// casts of gradients, updates of parameters that are gathered. The bucket starts behind the last of them, so
+/// none is wanted earlier.
 pub fn join_pieces(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let users = graph.users();
-    let travels = |&node: &Node| matches!(graph.node(node).op, Op::Collective(it) if it.started);
+    let read: FxHashSet<Buffer> = kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect();
     let bucket = |kernel: &Kernel| {
-        let (KernelKind::Nest(nest), [Buffer::Value(whole)]) = (&kernel.kind, &kernel.writes[..]) else {
+        let KernelKind::Nest(nest) = &kernel.kind else {
             return None;
         };
-        let is_piece = nest.split.is_none()
-            && points(kernel) <= policy.joined_update
-            && matches!(graph.def(*whole).op, Op::Concat { .. })
-            && users.of(*whole).iter().all(travels);
-        is_piece.then_some(*whole)
+        if nest.split.is_some() || !nest.late.is_empty() || points(kernel) > policy.joined_update {
+            return None;
+        }
+        let mut inside = kernel.writes.iter().filter(|&buffer| read.contains(buffer));
+        match (inside.next(), inside.next()) {
+            (Some(&Buffer::Value(whole)), None) if is_bucket(graph, &users, whole) => Some(whole),
+            _ => None,
+        }
     };
-    let (pieces, mut others): (Vec<Kernel>, Vec<Kernel>) =
-        kernels.into_iter().partition(|kernel| bucket(kernel).is_some());
-    let mut lists: Vec<Vec<Kernel>> = Vec::new();
-    for kernel in pieces {
-        match lists.iter_mut().find(|list| list[0].writes == kernel.writes) {
-            Some(list) => list.push(kernel),
-            None => lists.push(vec![kernel]),
+    let mut others = Vec::new();
+    let mut lists: Vec<(Value, Vec<Kernel>)> = Vec::new();
+    for kernel in kernels {
+        let Some(bucket) = bucket(&kernel) else {
+            others.push(kernel);
+            continue;
+        };
+        match lists.iter_mut().find(|(of, _)| *of == bucket) {
+            Some((_, list)) => list.push(kernel),
+            None => lists.push((bucket, vec![kernel])),
         }
     }
-    others.extend(lists.into_iter().flat_map(side_by_side));
+    others.extend(lists.into_iter().flat_map(|(_, list)| side_by_side(list)));
     others
+}
+
+/// Whether a value is what a bucket of collectives is made of.
+pub fn is_bucket(graph: &Graph, users: &Users, value: Value) -> bool {
+    let travels = |&node: &Node| matches!(graph.node(node).op, Op::Collective(it) if it.started);
+    let waits = |node: &Node| graph.node(*node).op == Op::CollectiveWait;
+    let users = users.of(value);
+    matches!(graph.def(value).op, Op::Concat { .. })
+        && users.iter().any(travels)
+        && users.iter().all(|user| travels(user) || waits(user))
 }
 
 /// Nests that do not depend on each other as one kernel, if there are several.

@@ -8,6 +8,7 @@ use crate::schedule::access::{identity_in, side, strided};
 use crate::schedule::attention::result_of_forward;
 use crate::schedule::class::Class;
 use crate::schedule::nest::{Nest, Store};
+use crate::schedule::together::is_bucket;
 use crate::schedule::{Buffer, epilogue, layout};
 
 impl Fuser<'_> {
@@ -121,11 +122,12 @@ impl Fuser<'_> {
     }
 
     /// Each operand of a concatenation is stored into its part of the result; operands of one shape share a
-    /// nest.
+    /// nest. Those of a bucket do not: each is made by an update of its own, or in the bucket at once.
     pub(super) fn place_join(&mut self, node: Node) {
         let data = self.graph.node(node);
         let Op::Concat { axis } = data.op else { return };
         let result = data.outputs[0];
+        let shares = self.fuse && !is_bucket(self.graph, &self.users, result);
         let mut start = 0;
         let mut parts: Vec<(Vec<usize>, usize)> = Vec::new();
         for &operand in &data.inputs {
@@ -141,7 +143,7 @@ impl Fuser<'_> {
                 buffer: Buffer::Value(result),
                 position,
             };
-            let known = parts.iter().find(|(shape, _)| self.fuse && *shape == extents_of);
+            let known = parts.iter().find(|(shape, _)| shares && *shape == extents_of);
             let group = match known {
                 Some(&(_, group)) => group,
                 None => {

@@ -180,21 +180,20 @@ impl Writer<'_> {
     pub(super) fn store_point(&mut self, store: &Store) {
         let register = self.eval(store.value, &store.index);
         let dtype = self.buffer_dtype(store.buffer);
-        let at = self.target(Argument::Buffer(store.buffer));
-        self.store_at(dtype, &format!("a{at}"), &store.position, &register.name);
-    }
-
-    /// Stores `x` of the point being written at a position of `address`.
-    pub(super) fn store_at(&mut self, dtype: DType, address: &str, position: &Index, x: &str) {
+        let (argument, within) = self.element(store.buffer, &store.position);
+        let at = self.target(argument);
+        // As for loads, neighbours lie together where the whole position says so.
+        let together = self.lanes(&store.position) == Lanes::Together;
+        let (address, x) = (format!("a{at}"), &register.name);
         let ty = c::memory_type(dtype);
-        let (first, each) = (self.index_text(position, false), self.index_text(position, true));
+        let (first, each) = (self.index_text(&within, false), self.index_text(&within, true));
         let narrowed = c::narrowed(dtype, x);
         let name = self.fresh("y");
         let width = self.width;
         if width == 1 {
             self.body.push(format!("const {ty} {name} = {narrowed};"));
             self.stores.push(format!("{address}[{first}] = {name};"));
-        } else if self.lanes(position) == Lanes::Together {
+        } else if together {
             self.loads.push(format!("kiln_lanes<{ty}, {width}> {name};"));
             self.body.push(format!("{name}.at[l] = {narrowed};"));
             self.stores.push(format!(

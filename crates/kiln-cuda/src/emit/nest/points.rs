@@ -120,6 +120,8 @@ pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
         return (vec![generate_rows(graph, space, rows)], 0);
     }
     let mut writer = Writer::new(graph, space);
+    // Copies from and to parts of a bucket.
+    writer.parts = space.loops.nest.members.is_empty();
     let ty = writer.index_type();
     let text = body(&mut writer);
     let width = space.width;
