@@ -649,6 +649,38 @@ fn updates_of_equal_alignment_share_a_launch() {
     );
 }
 
+/// Where a piece begins in its bucket is no reason for a launch of its own either. What a collective leaves is
+/// not computed on the host, so texts alone are looked at; `placed_parts` above compares pieces.
+#[test]
+fn pieces_of_equal_alignment_share_a_launch() {
+    let graph = parse(
+        "graph @bucket {
+  %a = parameter 0 : bf16[48]
+  %b = parameter 1 : bf16[64]
+  %c = parameter 2 : bf16[6]
+  %d = parameter 3 : bf16[80]
+  %p = exp %a : bf16[48]
+  %q = exp %b : bf16[64]
+  %r = exp %c : bf16[6]
+  %s = exp %d : bf16[80]
+  %1 = cast %p : f32[48]
+  %2 = cast %q : f32[64]
+  %3 = cast %r : f32[6]
+  %4 = cast %s : f32[80]
+  %whole = concat %1, %2, %3, %4 {axis=0} : f32[198]
+  %5 = all_reduce %whole {ranks=2, mean=true, started=true} : f32[198]
+  %6 = collective_wait %5 : f32[198]
+  return %6
+}",
+    );
+    let code = compile(&graph, &Options::default(), &CudaTarget::default())
+        .unwrap()
+        .code;
+    let names: Vec<&str> = code.functions.iter().map(|function| &*function.name).collect();
+    // The last piece begins between vectors.
+    assert_eq!(names, ["pieces_0", "pieces_1", "collective_wait_2"]);
+}
+
 /// The middles between neighbours of 16 bits, and the numbers of f64 beside them: by way of f32 they would be
 /// rounded twice.
 #[test]

@@ -1,6 +1,6 @@
 //! Kernels: the units that a step launches.
 
-use kiln_graph::{Graph, Node, Op, Value};
+use kiln_graph::{Graph, Node, Op, Phase, Value};
 
 use super::buffer::Buffer;
 use super::nest::Nest;
@@ -69,6 +69,25 @@ impl Kernel {
         match self.part {
             Some(part) => vec![Buffer::Value(part.value)],
             None => self.writes.clone(),
+        }
+    }
+
+    /// What kind of kernel it is, which names of functions begin with.
+    pub fn kind_name(&self, graph: &Graph) -> &str {
+        let op = |&node: &Node| &graph.node(node).op;
+        match &self.kind {
+            KernelKind::Nest(nest) if nest.split.is_some() => "rows",
+            KernelKind::Nest(nest) if nest.members.is_empty() => "copy",
+            KernelKind::Nest(_) => "points",
+            KernelKind::Together(_) => {
+                let mut phases = self.nodes.iter().map(|&node| graph.node(node).provenance.phase);
+                match self.nodes.iter().all(|node| matches!(op(node), Op::Cast(_))) {
+                    true => "casts",
+                    false if phases.any(|phase| phase == Phase::Optimizer) => "updates",
+                    false => "pieces",
+                }
+            }
+            KernelKind::Library(node) | KernelKind::Contraction(node, _) => op(node).name(),
         }
     }
 

@@ -10,7 +10,7 @@ use rustc_hash::FxHashMap;
 
 use super::nest::Argument;
 use super::own::OwnCall;
-use super::step::{kind_name, template_name};
+use super::step::template_name;
 use super::tree::FileGroup;
 use super::{Call, KernelCode};
 use crate::kernels::Helper;
@@ -183,15 +183,15 @@ pub fn calls<K>(step: &Step<'_, K>, codes: &[KernelCode]) -> Emitted<StepCalls> 
     let mut names = Vec::new();
     for (number, (kernel, code)) in schedule.kernels.iter().zip(codes).enumerate() {
         let part = FileGroup::of(graph, kernel);
-        let kind = kind_name(graph, kernel);
+        let kind = kernel.kind_name(graph);
         names.push(match &code.calls[..] {
             [Call::Kernel { .. }, ..] => template_name(graph, kernel).to_owned(),
-            _ => kind.clone(),
+            _ => kind.to_owned(),
         });
         for call in &code.calls {
             let scratch = step.plan.scratch[number];
             let task = |text: &str, arguments: usize| StepFunction {
-                kind: kind.clone(),
+                kind: kind.to_owned(),
                 part,
                 text: text.to_owned(),
                 helpers: Vec::new(),

@@ -8,7 +8,7 @@ use kiln_compiler::plan::{Place, Plan};
 use kiln_compiler::report::KernelReport;
 use kiln_compiler::schedule::{Kernel, KernelKind};
 use kiln_compiler::{Emitted, Step};
-use kiln_graph::{Graph, Node, Op};
+use kiln_graph::{Graph, Op};
 
 use super::nest::{Argument, Launch};
 use super::tree::{FileGroup, Functions};
@@ -40,7 +40,7 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
         for call in &code.calls {
             let place = |argument: &Argument| place_text(plan, *argument, plan.scratch[number]);
             let entry = |argument: &Argument| place_entry(plan, *argument, plan.scratch[number]);
-            let kind = kind_name(graph, kernel);
+            let kind = kernel.kind_name(graph);
             let mut task_name = |text: &str| {
                 functions.name(&kind, part, text, &[], |name| {
                     format!("void {name}(void *ctx, int64_t begin, int64_t end, int thread);")
@@ -120,22 +120,6 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
     }
     code.push(step_file(graph, plan, &prototypes, &body));
     Emitted { code, names }
-}
-
-fn is_cast(graph: &Graph, node: Node) -> bool {
-    matches!(graph.node(node).op, Op::Cast(_))
-}
-
-/// Names of functions say what kind of kernel they are.
-pub(super) fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
-    match &kernel.kind {
-        KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
-        KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
-        KernelKind::Nest(_) => "points".into(),
-        KernelKind::Together(_) if kernel.nodes.iter().all(|&node| is_cast(graph, node)) => "casts".into(),
-        KernelKind::Together(_) => "updates".into(),
-        KernelKind::Library(node) | KernelKind::Contraction(node, _) => graph.node(*node).op.name().into(),
-    }
 }
 
 /// The name of a template's function: what it computes.

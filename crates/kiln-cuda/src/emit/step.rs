@@ -58,7 +58,7 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         values.map(|value| graph.ty(value).bytes()).collect()
     };
     let names = writer.names.into_iter().zip(&schedule.kernels);
-    let names = names.map(|(name, kernel)| name.unwrap_or_else(|| kind_name(graph, kernel)));
+    let names = names.map(|(name, kernel)| name.unwrap_or_else(|| kernel.kind_name(graph).to_owned()));
     let names = names.collect();
     let code = StepCode {
         functions: writer.functions.list,
@@ -197,7 +197,7 @@ impl<'a> Writer<'a> {
     /// The calls of kernel `number`.
     fn alone(&mut self, number: usize) {
         let (kernel, codes) = (&self.kernels[number], self.codes);
-        let kind = kind_name(self.graph, kernel);
+        let kind = kernel.kind_name(self.graph);
         let (mut externs, mut name) = (self.externs.., None);
         for call in &codes[number].calls {
             let mut frame = Frame {
@@ -430,25 +430,6 @@ impl Functions {
         });
         self.known.insert(key, number);
         number
-    }
-}
-
-fn is_cast(graph: &Graph, node: Node) -> bool {
-    matches!(graph.node(node).op, Op::Cast(_))
-}
-
-/// Names of functions say what kind of kernel they are.
-fn kind_name(graph: &Graph, kernel: &Kernel) -> String {
-    match &kernel.kind {
-        KernelKind::Nest(nest) if nest.split.is_some() => "rows".into(),
-        KernelKind::Nest(nest) if nest.members.is_empty() => "copy".into(),
-        KernelKind::Nest(_) => "points".into(),
-        KernelKind::Together(_) if kernel.nodes.iter().all(|&node| is_cast(graph, node)) => "casts".into(),
-        KernelKind::Together(_) => "updates".into(),
-        KernelKind::Library(node) | KernelKind::Contraction(node, _) => match &graph.node(*node).op {
-            Op::Extern(_) => "extern".into(),
-            op => op.name().into(),
-        },
     }
 }
 
