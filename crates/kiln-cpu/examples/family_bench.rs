@@ -11,7 +11,7 @@
 //! sentences of 300 lengths (from 4 on), in batches of 8 padded to their longest, the last batch smaller; the
 //! files then only show which dimension is the length, and are not compiled. Times are the best of several
 //! runs, of the family's step and of the other in turns. `THREADS=1` runs on one thread. `CACHE=folder` keeps
-//! what is built there, for another run.
+//! what is built there, for another run. `RUST_LOG=kiln::family=debug` shows what is learned.
 
 use std::error::Error;
 use std::time::Instant;
@@ -131,6 +131,7 @@ fn compare(graph: &Graph, steps: [&CpuExecutable; 2], pool: &ThreadPool) -> Resu
 }
 
 fn main() -> Result<(), Box<dyn Error>> {
+    tracing_subscriber::fmt::init();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [one, two, rest @ ..] = &arguments[..] else {
         return Err("two graphs are wanted".into());

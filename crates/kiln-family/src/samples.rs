@@ -25,6 +25,13 @@ const PLACES: [(i64, i64); 5] = [(15, 1), (14, 0), (8, 1), (26, 0), (4, 1)];
 /// What a sample stands for that stands for one size, between those that were recorded.
 pub(crate) const WHOLE: usize = 16;
 
+/// How much likelier a size is to come that has the factor of all recorded ones: pictures are scaled to multiples
+/// of 32, and sentences padded to multiples of 8.
+const LIKELIER: i64 = 4;
+
+/// The least common factor of recorded sizes that is taken for no accident.
+const COMMON: i64 = 4;
+
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
 
@@ -36,8 +43,9 @@ const LARGE: usize = 2000;
 /// about a second.
 const SECOND: usize = 64 << 10;
 
-/// Characters of code that the third shape may bring for others.
-const THIRD: usize = 1 << 20;
+/// Characters of code that the third shape may bring for others: some 25 seconds of a core. The forms of resnet18 at all
+/// sizes of pictures are that many.
+const THIRD: usize = 5 << 19;
 
 /// A dimension of an input that varies.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -100,20 +108,28 @@ fn sample<M: Maker>(
     let mut chosen: Vec<Chosen> = state.graphs.iter().cloned().map(alone).collect();
     if let Some((known, line)) = lines.iter().min_by_key(|(_, line)| line.kinds()) {
         let alike = lines.iter().filter(|(_, other)| other.kinds() == line.kinds());
-        let recorded: Vec<i64> = alike.flat_map(|(_, it)| <[i64; 2]>::from(it.sizes())).collect();
-        let (one, two) = line.sizes();
-        let least = recorded.iter().fold(one.min(two), |a, b| a.min(*b));
-        let most = recorded.iter().fold(one.max(two), |a, b| a.max(*b));
-        let sizes_in_range = |pair: (i64, i64), recorded: (i64, i64), lines: usize| {
-            let sizes = sizes(recorded, lines);
+        let recorded = alike.flat_map(|(_, it)| <[i64; 2]>::from(it.sizes()));
+        let recorded = Recorded::of(recorded.chain(<[i64; 2]>::from(line.sizes())));
+        let sizes_in_range = |pair: (i64, i64), recorded: Recorded, lines: usize| {
+            let mut sizes = sizes((recorded.least, recorded.most), lines);
             match range(varying, known, graph, pair) {
                 Some(range) => spread(range, sizes.len(), 0),
-                None => sizes,
+                None => {
+                    let more = recorded.multiples(sizes.len() / 2);
+                    sizes.extend(more);
+                    sizes.sort_unstable();
+                    sizes.dedup();
+                    sizes
+                }
             }
         };
-        let mut among = vec![(line.clone(), (least, most))];
+        let of_pair = |sizes: (i64, i64)| Recorded::of(<[i64; 2]>::from(sizes).into_iter());
+        let mut among = vec![(line.clone(), recorded)];
         if line.kinds() > 1 {
-            among.extend(line.of_each_kind().map(|line| (line.clone(), line.sizes())));
+            among.extend(
+                line.of_each_kind()
+                    .map(|line| (line.clone(), of_pair(line.sizes()))),
+            );
         }
         for (line, recorded) in &among {
             let sizes = sizes_in_range(line.sizes(), *recorded, among.len());
@@ -126,8 +142,8 @@ fn sample<M: Maker>(
         let batches = Batches::of(known, graph).filter(|_| state.learned > 0);
         if let Some(batches) = batches {
             let recorded = match batches.lengths == line.sizes() {
-                true => (least, most),
-                false => batches.lengths,
+                true => recorded,
+                false => of_pair(batches.lengths),
             };
             let sizes = sizes_in_range(batches.lengths, recorded, 1);
             let others = batches.others(graph, line, &sizes, state.learned);
@@ -156,18 +172,83 @@ struct Chosen {
     share: usize,
 }
 
+/// The sizes that were recorded, of one line.
+#[derive(Debug, Clone, Copy)]
+struct Recorded {
+    least: i64,
+    most: i64,
+    /// The largest factor of all; 1 if that is less than [`COMMON`].
+    factor: i64,
+}
+
+impl Recorded {
+    fn of(mut sizes: impl Iterator<Item = i64>) -> Self {
+        let first = sizes.next().unwrap_or(1).max(1);
+        let mut all = Self {
+            least: first,
+            most: first,
+            factor: first,
+        };
+        for size in sizes.map(|size| size.max(1)) {
+            all = Self {
+                least: all.least.min(size),
+                most: all.most.max(size),
+                factor: factor(all.factor, size),
+            };
+        }
+        if all.factor < COMMON {
+            all.factor = 1;
+        }
+        all
+    }
+
+    /// Multiples of the common factor up to twice the largest size, then those of its half, its quarter and so on:
+    /// at most `count` of them, of each step the nearest ones to those recorded.
+    fn multiples(self, count: usize) -> Vec<i64> {
+        let mut all: Vec<i64> = Vec::new();
+        let mut step = self.factor;
+        while step >= COMMON && all.len() < count {
+            let mut sizes: Vec<i64> = (1..=2 * self.most / step).map(|it| it * step).collect();
+            sizes.retain(|size| !all.contains(size));
+            sizes.sort_by_key(|size| (size - size.clamp(&self.least, &self.most)).abs());
+            all.extend(sizes);
+            step /= 2;
+        }
+        all.truncate(count);
+        all
+    }
+
+    /// How many sizes a size stands for that comes so far behind the sampled one before it.
+    fn stands_for(self, size: i64, gap: u64) -> usize {
+        let shared = factor(size, self.factor);
+        let expected = match shared {
+            COMMON.. => shared * shared * LIKELIER / self.factor,
+            _ => 0,
+        };
+        (gap as usize).max(expected as usize)
+    }
+}
+
+/// The largest common factor of two numbers.
+fn factor(mut one: i64, mut two: i64) -> i64 {
+    while two != 0 {
+        (one, two) = (two, one % two);
+    }
+    one
+}
+
 /// Ascending sizes, each with the number of sizes that it stands for, as a multiple of [`WHOLE`]: those behind
-/// the one before. A size counts less the farther it is from those that were recorded.
-fn with_shares(sizes: &[i64], (one, two): (i64, i64)) -> impl Iterator<Item = (i64, usize)> {
-    let (least, most) = (one.min(two), one.max(two));
+/// the one before. A size counts less the farther it is from those that were recorded, and more if it shares their
+/// common factor: few sizes between two multiples of that are expected.
+fn with_shares(sizes: &[i64], recorded: Recorded) -> impl Iterator<Item = (i64, usize)> {
     let before = sizes.first().map(|first| first - 1);
     let before = before.into_iter().chain(sizes.iter().copied());
     let pairs = sizes.iter().copied().zip(before);
     pairs.map(move |(size, before)| {
-        let nearest = size.clamp(least, most);
+        let nearest = size.clamp(recorded.least, recorded.most);
         let [less, more] = [size.min(nearest), size.max(nearest)].map(|it| it.max(1) as usize);
-        let share = WHOLE * size.abs_diff(before) as usize;
-        (size, share.saturating_mul(less) / more)
+        let stands = recorded.stands_for(size, size.abs_diff(before));
+        (size, (WHOLE * stands).saturating_mul(less) / more)
     })
 }
 
@@ -425,4 +506,32 @@ fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
     sizes.sort_unstable();
     sizes.dedup();
     sizes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn multiples_of_what_sizes_have_in_common_are_expected() {
+        let recorded = Recorded::of([64, 96, 128].into_iter());
+        assert_eq!((recorded.least, recorded.most, recorded.factor), (64, 128, 32));
+        let multiples = recorded.multiples(64);
+        // All multiples of 32, nearest first, then those of 16.
+        assert_eq!(multiples[..8], [64, 96, 128, 32, 160, 192, 224, 256]);
+        assert_eq!(multiples[8..10], [80, 112]);
+        assert!(multiples.iter().all(|size| size % 4 == 0));
+        assert_eq!(recorded.multiples(3), [64, 96, 128]);
+        let stands_for = |size| recorded.stands_for(size, 8);
+        assert_eq!([160, 144, 136].map(stands_for), [128, 32, 8]);
+    }
+
+    #[test]
+    fn sizes_without_a_factor_are_as_likely_as_any() {
+        let recorded = Recorded::of([243, 259, 275].into_iter());
+        assert_eq!(recorded.multiples(64), Vec::<i64>::new());
+        assert_eq!(recorded.stands_for(256, 3), 3);
+        // Two even sizes are an accident.
+        assert_eq!(Recorded::of([6, 10].into_iter()).factor, 1);
+    }
 }

@@ -19,6 +19,7 @@ mod models;
 mod shapes;
 mod shapes_bert;
 mod shapes_marked;
+mod shapes_pictures;
 mod shapes_precision;
 mod shapes_programs;
 mod train_step;

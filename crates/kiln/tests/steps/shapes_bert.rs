@@ -1,7 +1,5 @@
 //! Fine-tuning of a BERT on sentences of 300 lengths, in batches padded to their longest.
 
-use std::process::Command;
-
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_optim::AdamWConfig;
 use kiln::{CompileBackend, CompileOptions, Dynamic, KilnDevice, RegionReport, StepInput, TrainStep};
@@ -100,24 +98,6 @@ fn train(start: &Classifier, options: CompileOptions, size: usize) -> (Outcome, 
     (outcome, report, compiled)
 }
 
-/// Runs test `name` of this file, which is `check`, in a process with an empty cache: what was compiled for
-/// other programs may be what this one lacks.
-fn with_empty_cache(name: &str, check: impl FnOnce()) {
-    const CHILD: &str = "KILN_TEST_EMPTY_CACHE";
-    if std::env::var_os(CHILD).is_some() {
-        return check();
-    }
-    let cache = tempfile::tempdir().unwrap();
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", &format!("shapes_bert::{name}"), "--nocapture"])
-        .env(CHILD, "1")
-        .env("KILN_CACHE_DIR", cache.path())
-        .output()
-        .unwrap();
-    let [said, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
-    assert!(said.contains("1 passed"), "{said}{errors}");
-}
-
 /// Trains in batches of `size`, and compares with an executor that compiles nothing. There are at most three
 /// compilations in the first epoch, and none in the second, whose batches have other lengths.
 fn check(size: usize, dynamic: Dynamic) {
@@ -149,21 +129,24 @@ fn check(size: usize, dynamic: Dynamic) {
 
 #[test]
 fn sentences_of_300_lengths_take_three_compilations() {
-    with_empty_cache("sentences_of_300_lengths_take_three_compilations", || {
-        check(10, Dynamic::Auto)
-    });
+    with_empty_cache(
+        "shapes_bert::sentences_of_300_lengths_take_three_compilations",
+        || check(10, Dynamic::Auto),
+    );
 }
 
 /// 4 sentences are left for the last of the batches of 8.
 #[test]
 fn a_smaller_last_batch_takes_no_other() {
-    with_empty_cache("a_smaller_last_batch_takes_no_other", || check(8, Dynamic::Auto));
+    with_empty_cache("shapes_bert::a_smaller_last_batch_takes_no_other", || {
+        check(8, Dynamic::Auto)
+    });
 }
 
 /// What is marked is a variable of the first step.
 #[test]
 fn marked_lengths_and_batches_take_no_more() {
-    with_empty_cache("marked_lengths_and_batches_take_no_more", || {
+    with_empty_cache("shapes_bert::marked_lengths_and_batches_take_no_more", || {
         check(8, Dynamic::Marked)
     });
 }
