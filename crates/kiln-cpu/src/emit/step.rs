@@ -42,7 +42,7 @@ pub fn emit<K>(step: &Step<'_, K>, codes: &[KernelCode], isa: Isa) -> Emitted<Ve
             let entry = |argument: &Argument| place_entry(plan, *argument, plan.scratch[number]);
             let kind = kernel.kind_name(graph);
             let mut task_name = |text: &str| {
-                functions.name(&kind, part, text, &[], |name| {
+                functions.name(kind, part, text, &[], |name| {
                     format!("void {name}(void *ctx, int64_t begin, int64_t end, int thread);")
                 })
             };

@@ -201,7 +201,7 @@ impl<'a> Writer<'a> {
         let (mut externs, mut name) = (self.externs.., None);
         for call in &codes[number].calls {
             let mut frame = Frame {
-                kind: &kind,
+                kind,
                 overwrites: self.guarded(kernel),
                 scratch: self.plan.scratch[number],
                 externs: &mut externs,

@@ -9,6 +9,7 @@ mod attention;
 mod budgets;
 mod control;
 mod copies;
+mod empty_cache;
 mod flattened;
 mod functions;
 mod harness;

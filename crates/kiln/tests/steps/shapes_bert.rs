@@ -5,6 +5,7 @@ use burn_optim::AdamWConfig;
 use kiln::{CompileBackend, CompileOptions, Dynamic, KilnDevice, RegionReport, StepInput, TrainStep};
 use kiln_models::bert::{BertConfig, BertForSequenceClassification};
 
+use crate::empty_cache::with_empty_cache;
 use crate::harness::*;
 
 type Classifier = BertForSequenceClassification<Compiled>;

@@ -11,6 +11,7 @@ use burn::tensor::{Int, Tensor, TensorData};
 use burn_optim::SgdConfig;
 use kiln::{CompileBackend, CompileOptions, KilnDevice, RegionReport, TrainStep};
 
+use crate::empty_cache::with_empty_cache;
 use crate::harness::*;
 
 const BATCH: usize = 4;
