@@ -290,6 +290,17 @@ pub enum ExecuteError {
     Cuda(kiln_cuda::execute::StepError),
 }
 
+impl ExecuteError {
+    /// Whether the inputs are as they were: nothing was overwritten, or a check had kept them.
+    pub fn is_before_overwriting(&self) -> bool {
+        match self {
+            Self::Index(_) | Self::GpuMemory { .. } | Self::Parted { .. } => true,
+            Self::Minified { source, .. } => source.is_before_overwriting(),
+            _ => false,
+        }
+    }
+}
+
 #[cfg(feature = "candle")]
 impl From<CandleError> for ExecuteError {
     fn from(error: CandleError) -> Self {

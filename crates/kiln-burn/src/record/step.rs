@@ -301,7 +301,8 @@ impl Step {
         Ok(result)
     }
 
-    /// Runs the executable, and compares the results with another backend's if that is due.
+    /// Runs the executable, and compares the results with another backend's if that is due. Inputs whose results
+    /// differ are in their list again.
     fn run_checked(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         let Some(checker) = &self.checker else {
             return self.executable.run_given(inputs, scalars);
@@ -310,8 +311,13 @@ impl Step {
             return self.executable.run_given(inputs, scalars);
         };
         let outputs = self.executable.run_given(inputs, scalars)?;
-        checker.compare(&*self.executable, &self.graph, &copies, scalars, &outputs)?;
-        Ok(outputs)
+        match checker.compare(&*self.executable, &self.graph, &copies, scalars, &outputs) {
+            Ok(()) => Ok(outputs),
+            Err(error) => {
+                *inputs = copies;
+                Err(error)
+            }
+        }
     }
 
     /// Whether both were compiled for one step: with equal operations, shapes and results left behind.
