@@ -111,8 +111,8 @@ impl Error {
         matches!(self, Self::Frozen { .. })
     }
 
-    /// Whether the step that failed has overwritten nothing of what it was given, so that all its inputs are as they
-    /// were.
+    /// Whether the step that failed has overwritten nothing of what it was given, so that all its inputs are
+    /// as they were.
     pub fn is_before_overwriting(&self) -> bool {
         match self {
             Error::Frozen { .. } => true,

@@ -10,7 +10,8 @@
 //! buffer that dies at the kernel that makes another buffer of the same size hands its memory over under
 //! the same condition.
 //!
-//! A result that is made in its part of a larger buffer ([`crate::schedule::parts`]) has no memory of its own.
+//! A result that is made in its part of a larger buffer ([`crate::schedule::parts`]) has no memory of its
+//! own.
 //!
 //! Where a target may run small kernels in another order, small buffers ([`Policy::kept_buffer`]) keep
 //! their memory for the whole step.

@@ -649,8 +649,8 @@ fn updates_of_equal_alignment_share_a_launch() {
     );
 }
 
-/// Where a piece begins in its bucket is no reason for a launch of its own either. What a collective leaves is
-/// not computed on the host, so texts alone are looked at; `placed_parts` above compares pieces.
+/// Where a piece begins in its bucket is no reason for a launch of its own either. What a collective leaves
+/// is not computed on the host, so texts alone are looked at; `placed_parts` above compares pieces.
 #[test]
 fn pieces_of_equal_alignment_share_a_launch() {
     let graph = parse(

@@ -25,8 +25,8 @@ const PLACES: [(i64, i64); 5] = [(15, 1), (14, 0), (8, 1), (26, 0), (4, 1)];
 /// What a sample stands for that stands for one size, between those that were recorded.
 pub(crate) const WHOLE: usize = 16;
 
-/// How much likelier a size is to come that has the factor of all recorded ones: pictures are scaled to multiples
-/// of 32, and sentences padded to multiples of 8.
+/// How much likelier a size is to come that has the factor of all recorded ones: pictures are scaled to
+/// multiples of 32, and sentences padded to multiples of 8.
 const LIKELIER: i64 = 4;
 
 /// The least common factor of recorded sizes that is taken for no accident.
@@ -43,8 +43,8 @@ const LARGE: usize = 2000;
 /// about a second.
 const SECOND: usize = 64 << 10;
 
-/// Characters of code that the third shape may bring for others: some 25 seconds of a core. The forms of resnet18 at all
-/// sizes of pictures are that many.
+/// Characters of code that the third shape may bring for others: some 25 seconds of a core, and the forms of
+/// resnet18 at all sizes of pictures.
 const THIRD: usize = 5 << 19;
 
 /// A dimension of an input that varies.
@@ -202,8 +202,8 @@ impl Recorded {
         all
     }
 
-    /// Multiples of the common factor up to twice the largest size, then those of its half, its quarter and so on:
-    /// at most `count` of them, of each step the nearest ones to those recorded.
+    /// Multiples of the common factor up to twice the largest size, then those of its half, its quarter and
+    /// so on: at most `count` of them, of each step the nearest ones to those recorded.
     fn multiples(self, count: usize) -> Vec<i64> {
         let mut all: Vec<i64> = Vec::new();
         let mut step = self.factor;
@@ -237,9 +237,9 @@ fn factor(mut one: i64, mut two: i64) -> i64 {
     one
 }
 
-/// Ascending sizes, each with the number of sizes that it stands for, as a multiple of [`WHOLE`]: those behind
-/// the one before. A size counts less the farther it is from those that were recorded, and more if it shares their
-/// common factor: few sizes between two multiples of that are expected.
+/// Ascending sizes, each with the number of sizes that it stands for, as a multiple of [`WHOLE`]: those
+/// behind the one before. A size counts less the farther it is from those that were recorded, and more if it
+/// shares their common factor: few sizes between two multiples of that are expected.
 fn with_shares(sizes: &[i64], recorded: Recorded) -> impl Iterator<Item = (i64, usize)> {
     let before = sizes.first().map(|first| first - 1);
     let before = before.into_iter().chain(sizes.iter().copied());
@@ -477,8 +477,8 @@ fn more_sizes((one, two): (i64, i64), count: usize, round: i64) -> Vec<i64> {
     let mut sizes = Vec::new();
     let mut power = 1 << least.ilog2();
     while power <= most {
-        // The power itself and half as much again, odd sizes, and behind them one for each lower power that may
-        // be the largest one to divide a size.
+        // The power itself and half as much again, odd sizes, and behind them one for each lower power that
+        // may be the largest one to divide a size.
         for (sixteenths, divisor, rest) in [
             (16, 1, 0),
             (18, 4, 2),

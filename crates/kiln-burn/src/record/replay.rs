@@ -385,8 +385,8 @@ impl Replay {
         let mut outputs = match self.step.run_on(&mut held.memory, scalars, &streams) {
             Ok(outputs) => outputs,
             Err(error) => {
-                // An index out of range, or missing memory, is found before anything is overwritten, and a check
-                // keeps what may be.
+                // An index out of range, or missing memory, is found before anything is overwritten, and a
+                // check keeps what may be.
                 if !error.is_before_overwriting() {
                     held.fail(&error.to_string().into());
                 }

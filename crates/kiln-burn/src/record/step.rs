@@ -301,8 +301,8 @@ impl Step {
         Ok(result)
     }
 
-    /// Runs the executable, and compares the results with another backend's if that is due. Inputs whose results
-    /// differ are in their list again.
+    /// Runs the executable, and compares the results with another backend's if that is due. Inputs whose
+    /// results differ are in their list again.
     fn run_checked(&self, inputs: &mut Vec<Storage>, scalars: &[u64]) -> Result<Vec<Storage>, ExecuteError> {
         let Some(checker) = &self.checker else {
             return self.executable.run_given(inputs, scalars);

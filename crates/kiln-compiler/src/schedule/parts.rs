@@ -1,9 +1,9 @@
 //! Results that are made where they are wanted: in a part of a concatenation.
 //!
-//! A contraction of the library stores all of its result, contiguous. If a copy to a part of a larger buffer is
-//! all that reads it, as the gradient of a weight is read by its bucket ([`crate::buckets`]), it is stored
-//! there, and the copy is gone. Both tensors are row-major, and the part begins where the target's kernels may
-//! begin a buffer ([`Policy::alignment`]).
+//! A contraction of the library stores all of its result, contiguous. If a copy to a part of a larger buffer
+//! is all that reads it, as the gradient of a weight is read by its bucket ([`crate::buckets`]), it is stored
+//! there, and the copy is gone. Both tensors are row-major, and the part begins where the target's kernels
+//! may begin a buffer ([`Policy::alignment`]).
 //!
 //! ```text
 //! kernel 7: dot_general   writes %40             kernel 7: dot_general   writes %90
@@ -89,8 +89,8 @@ fn contiguous_result(graph: &Graph, kernel: &Kernel) -> Option<Value> {
     }
 }
 
-/// The part of a concatenation to which `store` copies a value, element by element in the order of memory. The
-/// value is no other store's.
+/// The part of a concatenation to which `store` copies a value, element by element in the order of memory.
+/// The value is no other store's.
 fn copied_part(graph: &Graph, nest: &Nest, store: &Store) -> Option<Part> {
     let Buffer::Value(of) = store.buffer else {
         return None;

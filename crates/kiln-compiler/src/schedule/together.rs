@@ -65,9 +65,9 @@ pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     others
 }
 
-/// Joins the small kernels that make the pieces of one bucket ([`crate::buckets`]) into one kernel: copies and
-/// casts of gradients, updates of parameters that are gathered. The bucket starts behind the last of them, so
-/// none is wanted earlier.
+/// Joins the small kernels that make the pieces of one bucket ([`crate::buckets`]) into one kernel: copies
+/// and casts of gradients, updates of parameters that are gathered. The bucket starts behind the last of
+/// them, so none is wanted earlier.
 pub fn join_pieces(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let users = graph.users();
     let read: FxHashSet<Buffer> = kernels.iter().flat_map(|kernel| &kernel.reads).copied().collect();

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// Runs the test `name`, which is `check`, in a process with an empty cache: what was compiled for other programs
-/// may be what this one lacks.
+/// Runs the test `name`, which is `check`, in a process with an empty cache: what was compiled for other
+/// programs may be what this one lacks.
 pub fn with_empty_cache(name: &str, check: impl FnOnce()) {
     const CHILD: &str = "KILN_TEST_EMPTY_CACHE";
     if std::env::var_os(CHILD).is_some() {

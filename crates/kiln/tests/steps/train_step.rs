@@ -42,8 +42,8 @@ fn after_the_first_steps_no_model_code_runs() {
     assert_eq!(step.history().proofs, 2);
 }
 
-/// Every call that is checked fails at a tolerance of zero: sums have another order. Model and optimizer are then
-/// as they were, and calls behind the checked ones go on from there.
+/// Every call that is checked fails at a tolerance of zero: sums have another order. Model and optimizer are
+/// then as they were, and calls behind the checked ones go on from there.
 #[test]
 fn a_check_that_fails_costs_neither_model_nor_optimizer() {
     let _turn = turn();

@@ -99,8 +99,8 @@ pub(super) struct Writer<'a> {
     pub(super) read_by_rows: Vec<usize>,
     /// Bytes of working memory.
     pub(super) scratch: usize,
-    /// Whether the constant part of a position goes into the address, so that texts of nests that read or make
-    /// different parts of a buffer are equal.
+    /// Whether the constant part of a position goes into the address, so that texts of nests that read or
+    /// make different parts of a buffer are equal.
     pub(super) parts: bool,
     /// What a block brings into shared memory to read it across, if it does.
     pub(super) tiles: Option<Tiles>,
