@@ -43,21 +43,17 @@ pub fn place_in_parts(graph: &Graph, policy: &Policy, mut kernels: Vec<Kernel>) 
         }
         let copied = |store: &Store| {
             let part = copied_part(graph, nest, store)?;
+            let maker = *makers.get(&part.value)?;
             let size = graph.dtype(part.value).size();
             let fits = !outputs.contains(&part.of)
                 && readers.get(&Buffer::Value(part.value)) == Some(&1)
                 && (part.start * size).is_multiple_of(policy.alignment);
-            fits.then_some(part)
+            fits.then_some((maker, part))
         };
-        let found: Vec<Option<Part>> = nest.stores.iter().map(copied).collect();
-        let mut known = found.iter();
-        nest.stores.retain(|_| {
-            let part = known.next().copied().flatten();
-            let maker = part.and_then(|part| Some((*makers.get(&part.value)?, part)));
-            parts.extend(maker);
-            maker.is_none()
-        });
-        let is_moved = |value: Value| parts.iter().any(|(_, part)| part.value == value);
+        let found: Vec<(usize, Part)> = nest.stores.iter().filter_map(copied).collect();
+        let is_moved = |value: Value| found.iter().any(|(_, part)| part.value == value);
+        nest.stores
+            .retain(|store| !is_moved(reshaped(graph, store.value)));
         nest.uses.retain(|(value, _)| !is_moved(*value));
         kernel.reads.retain(|buffer| match buffer {
             Buffer::Value(value) => !is_moved(*value),
@@ -68,6 +64,7 @@ pub fn place_in_parts(graph: &Graph, policy: &Policy, mut kernels: Vec<Kernel>) 
             .iter()
             .map(|store| graph.value(store.value).node)
             .collect();
+        parts.extend(found);
     }
     for (maker, part) in parts {
         kernels[maker].writes = vec![Buffer::Value(part.of)];
