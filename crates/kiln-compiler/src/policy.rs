@@ -53,6 +53,14 @@ pub struct Policy {
     pub epilogue_types: &'static [DType],
     /// Most other tensors of the result's size that such a nest reads.
     pub epilogue_streams: usize,
+    /// Fewest elements of such a result.
+    pub epilogue_elements: usize,
+    /// What columns, and distances between rows in memory, of such a product are multiples of.
+    pub epilogue_unit: usize,
+    /// Whether nests that read such a result become one before one of them follows it.
+    pub epilogue_joined: bool,
+    /// Whether such a nest may be contiguous along the rows of the result, and not along its columns.
+    pub epilogue_turned: bool,
     /// Element types of products and convolutions whose template computes an operand by a nest while it
     /// reads.
     pub prologue_types: &'static [DType],

@@ -49,6 +49,10 @@ pub const POLICY: Policy = Policy {
     epilogue_types: &[DType::F32, DType::BF16],
     // Measured: with three, AdamW in the weight gradients of bert-minilm took 87 ms instead of 78.
     epilogue_streams: 2,
+    epilogue_elements: 0,
+    epilogue_unit: 1,
+    epilogue_joined: false,
+    epilogue_turned: true,
     // Values computed for an operand of bf16 are f32 and rounded to pairs, as they would be in memory;
     // where there are no pairs they are not rounded. f16 is left out because an f32 that is not rounded
     // could be too large for it.

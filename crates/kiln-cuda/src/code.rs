@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use crate::build::Source;
 use crate::convolutions::Convolution;
 use crate::kernels::PRELUDE;
-use crate::products::Product;
+use crate::products::{Number, Product};
 
 /// Where an argument of a call is.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -27,11 +27,40 @@ pub enum Address {
     Scalar(u32),
 }
 
-/// An argument of a kernel. Every parameter of a kernel is a pointer, but for the numbers of a template.
+/// A matrix as Hopper's copy engine takes it, box by box: rows of `inner` elements that are next to each other.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Boxes {
+    /// Type of the elements, of 16 bits.
+    pub number: Number,
+    /// Elements of a row.
+    pub inner: u64,
+    /// Rows.
+    pub outer: u64,
+    /// Elements from one row to the next.
+    pub leading: u64,
+    /// Elements of a row of a box: 64, the 128 bytes among which pieces are exchanged.
+    pub wide: u32,
+    /// Rows of a box.
+    pub tall: u32,
+}
+
+/// What the device times before it takes one side of a [`CallKind::Either`] that computes a product.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Trial {
+    /// The product.
+    pub product: Product,
+    /// Whether Kiln's own kernel is taken however long it takes: for tests.
+    pub always: bool,
+}
+
+/// An argument of a kernel. Every parameter of a kernel is a pointer, but for matrices of the copy engine and the
+/// numbers of a template.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Pointer {
     /// To memory of the step.
     To(Address),
+    /// A matrix from an address on, described for the copy engine and passed by value.
+    Matrix(Address, Boxes),
     /// To a table in the device's memory, which is written when the step is bound: for each row its addresses, then its numbers, eight bytes each.
     Table(Vec<(Vec<Address>, Vec<u64>)>),
     /// No pointer: words that are passed by value, the numbers of a kernel that steps of several shapes share
@@ -163,13 +192,16 @@ pub enum CallKind {
         /// Working memory, and how much there is.
         workspace: (Address, usize),
     },
-    /// The calls of `library` where cuDNN takes its convolution and is faster, those of `own` elsewhere: decided when the step meets a device
-    /// ([`StepCode::decided`]).
+    /// The calls of `library` where a library is faster (and cuDNN takes its convolution), those of `own` elsewhere: decided when the step
+    /// meets a device ([`StepCode::decided`]).
     Either {
-        /// With convolutions in the library.
+        /// With products or convolutions in the library.
         library: Vec<CallKind>,
         /// Without.
         own: Vec<CallKind>,
+        /// What is timed, for a product.
+        #[serde(default)]
+        trial: Option<Box<Trial>>,
     },
     /// Compares the least and the largest index of a check with its bound, and stops the step if one is outside.
     Guard {
@@ -234,7 +266,7 @@ pub(crate) const KERNELS_OF_A_PROGRAM: usize = 8;
 impl CallKind {
     /// The call and those inside of it.
     fn visit(&mut self, look: &mut impl FnMut(&mut Self)) {
-        if let Self::Either { library, own } = self {
+        if let Self::Either { library, own, .. } = self {
             library.iter_mut().chain(own).for_each(|call| call.visit(look));
         }
         look(self);
@@ -250,28 +282,35 @@ impl StepCode {
         })
     }
 
-    /// The step with one side of each [`CallKind::Either`], without the functions that only the other side calls. `takes` is given both sides and says
-    /// whether the library's is taken. Returns the kernels, too, of which it is not.
+    /// The step with one side of each [`CallKind::Either`], without the functions that only the other side calls. `takes` is given the
+    /// functions and such a call, and says whether the library's side is taken. Returns the kernels, too, of which it is not.
     ///
     /// # Errors
     /// Those of `takes`.
     pub fn decided<E>(
         mut self,
-        mut takes: impl FnMut(&[CallKind], &[CallKind]) -> Result<bool, E>,
+        mut takes: impl FnMut(&[Function], &CallKind) -> Result<bool, E>,
     ) -> Result<(Self, Vec<u32>), E> {
         let mut refused = Vec::new();
         let mut calls = Vec::with_capacity(self.calls.len());
-        for StepCall { kernel, stage, kind } in self.calls {
-            let CallKind::Either { library, own } = kind else {
+        // Calls to look at, the next one last: a side may have a decision in it.
+        let mut left: Vec<StepCall> = std::mem::take(&mut self.calls);
+        left.reverse();
+        while let Some(StepCall { kernel, stage, kind }) = left.pop() {
+            if !matches!(kind, CallKind::Either { .. }) {
                 calls.push(StepCall { kernel, stage, kind });
                 continue;
-            };
-            let taken = takes(&library, &own)?;
+            }
+            let taken = takes(&self.functions, &kind)?;
             if !taken {
                 refused.push(kernel);
             }
+            let CallKind::Either { library, own, .. } = kind else {
+                continue;
+            };
             let chosen = if taken { library } else { own };
-            calls.extend(chosen.into_iter().map(|kind| StepCall { kernel, stage, kind }));
+            let chosen = chosen.into_iter().rev();
+            left.extend(chosen.map(|kind| StepCall { kernel, stage, kind }));
         }
         self.calls = calls;
         self.drop_unused_functions();

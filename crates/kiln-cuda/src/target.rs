@@ -8,9 +8,10 @@ use kiln_partition::Machine;
 
 use crate::code::StepCode;
 use crate::emit::product::padded::Padding;
+use crate::emit::product::warpgroups::{CAPABILITY, Warpgroups};
 use crate::emit::{self, EmitOptions, KernelCode};
 use crate::libraries::DeviceDescription;
-use crate::policy::POLICY;
+use crate::policy::{POLICY, WITH_WARPGROUPS};
 
 /// The name that messages use.
 pub const NAME: &str = "cuda";
@@ -32,6 +33,8 @@ pub struct CudaTarget {
     pub cudnn: bool,
     /// Which products of 16 bits are computed on padded copies.
     pub padding: Padding,
+    /// Which products Kiln's own template computes.
+    pub warpgroups: Warpgroups,
     /// What the machine can do in a second.
     pub rates: Machine,
 }
@@ -60,6 +63,7 @@ impl Default for CudaTarget {
             tf32: false,
             cudnn: false,
             padding: Padding::default(),
+            warpgroups: Warpgroups::default(),
             rates: H200,
         }
     }
@@ -81,6 +85,7 @@ impl CudaTarget {
             processors: self.processors,
             tf32: self.tf32,
             padding: self.padding,
+            warpgroups: self.warpgroups,
             cudnn: self.cudnn,
             layouts,
         }
@@ -101,8 +106,8 @@ impl Target for CudaTarget {
     fn fingerprint(&self) -> String {
         let (major, minor) = self.capability;
         format!(
-            "sm_{major}{minor} processors={} tf32={} cudnn={} padding={:?} sources={CUDA_SOURCES}",
-            self.processors, self.tf32, self.cudnn, self.padding
+            "sm_{major}{minor} processors={} tf32={} cudnn={} padding={:?} warpgroups={:?} sources={CUDA_SOURCES}",
+            self.processors, self.tf32, self.cudnn, self.padding, self.warpgroups
         )
     }
 
@@ -111,7 +116,10 @@ impl Target for CudaTarget {
     }
 
     fn policy(&self) -> &Policy {
-        &POLICY
+        match self.capability {
+            CAPABILITY => &WITH_WARPGROUPS,
+            _ => &POLICY,
+        }
     }
 
     fn kernel(&self, graph: &Graph, kernel: &Kernel, layouts: &Layouts) -> Result<KernelCode, CompileError> {

@@ -1,6 +1,7 @@
 //! Whole steps on a GPU: against the interpreter, call by call and as a graph, twice with the same bits.
 //! Skipped with a message where there is no GPU.
 
+mod behind;
 mod common;
 
 use std::fs;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use kiln_compiler::{CompileError, Options};
 use kiln_cuda::emit::product::padded::Padding;
+use kiln_cuda::emit::product::warpgroups::{CAPABILITY, Warpgroups};
 use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, StepError};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::Differential;
@@ -211,6 +213,26 @@ fn padded_products() {
             ..gpu.target()
         };
         check_for(&gpu, &graph, None, &target).unwrap();
+    }
+}
+
+/// Kiln's own template for products, alone and with nests behind them.
+#[test]
+fn products_by_warpgroups() {
+    let Some(gpu) = gpu() else { return };
+    if gpu.target().capability != CAPABILITY {
+        println!("this device has no instructions for groups of warps");
+        return;
+    }
+    let target = CudaTarget {
+        warpgroups: Warpgroups::Always,
+        ..gpu.target()
+    };
+    for dtype in ["bf16", "f16"] {
+        for graph in behind::nests(dtype).into_iter().chain([behind::products(dtype)]) {
+            let checked = check_for(&gpu, &graph, None, &target);
+            assert_eq!(checked, Ok(Some(())), "{} of {dtype}", graph.name);
+        }
     }
 }
 

@@ -11,7 +11,7 @@
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
 
-use super::access::{self, Strided, side, strided};
+use super::access::{self, Side, Strided, side, strided};
 use super::buffer::Buffer;
 use super::layout::position;
 use super::nest::{Nest, bijective, vars};
@@ -96,11 +96,16 @@ pub fn has_template(
     let data = graph.node(node);
     let out = data.outputs[0];
     let takes = |value: Value| policy.epilogue_types.contains(&graph.dtype(value));
-    if !matches!(data.op, Op::DotGeneral(_)) || !takes(out) || graph.ty(out).numel() == 0 {
+    if !matches!(data.op, Op::DotGeneral(_))
+        || !takes(out)
+        || graph.ty(out).numel() < policy.epilogue_elements.max(1)
+    {
         return false;
     }
     data.inputs.iter().enumerate().all(|(operand, &value)| {
-        let fits = |window: &Strided| side(graph, data, operand, window).is_some();
+        let fits = |window: &Strided| {
+            side(graph, data, operand, window).is_some_and(|side| is_aligned(&side, window, operand, policy))
+        };
         let stored = Strided {
             base: value,
             offset: 0,
@@ -116,6 +121,20 @@ pub fn has_template(
             && (strided(graph, &nest.layouts, value, stop).is_some_and(|window| fits(&window))
                 || fits(&stored))
     })
+}
+
+/// Whether an operand is as [`Policy::epilogue_unit`] wants it: one matrix, contiguous along rows or columns, whose other
+/// distances and whose columns in the result are multiples of the unit.
+fn is_aligned(side: &Side, window: &Strided, operand: usize, policy: &Policy) -> bool {
+    let unit = policy.epilogue_unit;
+    let (free, depth) = (side.free, side.depth);
+    let whole = |stride: i64| stride.unsigned_abs().is_multiple_of(unit as u64);
+    let lies = |line: i64, across: i64| line == 1 && whole(across);
+    unit == 1
+        || side.batch.iter().all(|&(extent, _)| extent == 1)
+            && (lies(depth.1, free.1) || lies(free.1, depth.1))
+            && whole(window.offset)
+            && (operand == 0 || free.0.is_multiple_of(unit))
 }
 
 /// Whether `nest` may follow the contraction that makes `value`, which it reads at `index`.
@@ -157,7 +176,8 @@ pub fn fits(
     }
     let frame = ResultFrame::product(graph, value, dims);
     let placed = frame.place(graph, &nest, value, index);
-    vector_variable(graph, &placed, value, &[COL, ROW]).is_some()
+    let along: &[Var] = if policy.epilogue_turned { &[COL, ROW] } else { &[COL] };
+    vector_variable(graph, &placed, value, along).is_some()
 }
 
 /// The stored values that the contraction `node` itself reads; `reads` are all buffers of its kernel.

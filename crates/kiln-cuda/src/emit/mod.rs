@@ -6,7 +6,7 @@
 //! | kernel | computed by |
 //! | --- | --- |
 //! | loop nests, alone or side by side | [`nest`] |
-//! | products of matrices | [`product`]: cuBLASLt, or a kernel of our own |
+//! | products of matrices, alone or with a nest behind them | [`product`]: cuBLASLt, or a kernel of our own |
 //! | convolutions | [`convolution`] |
 //! | pools | [`pooling`] |
 //! | attention | [`attention`] |
@@ -36,7 +36,8 @@ use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_graph::{Graph, Node, Op};
 
 use self::product::padded::Padding;
-use crate::code::{Across, FunctionText};
+use self::product::warpgroups::Warpgroups;
+use crate::code::{Across, Boxes, FunctionText, Trial};
 use crate::convolutions::Convolution;
 use crate::products::Product;
 use crate::target::NAME;
@@ -48,6 +49,8 @@ pub enum Argument {
     Buffer(Buffer),
     /// A pointer to a byte of a buffer.
     Part(Buffer, usize),
+    /// A matrix from a byte of a buffer on, for the copy engine.
+    Matrix(Buffer, usize, Boxes),
     /// A pointer to the eight bytes of a runtime scalar.
     Scalar(u32),
     /// A pointer to a byte of this kernel's working memory.
@@ -120,8 +123,9 @@ pub enum Call {
     Product(Box<ProductCall>),
     /// A convolution.
     Convolution(Box<ConvolutionCall>),
-    /// The first calls where the library takes their convolutions, the others elsewhere.
-    Either(Vec<Call>, Vec<Call>),
+    /// The first calls where a library is faster (and takes their convolutions), the others elsewhere; and what is
+    /// timed for a product.
+    Either(Vec<Call>, Vec<Call>, Option<Box<Trial>>),
     /// A product on copies of matrices.
     Padded(Box<PaddedProduct>),
     /// A collective of all ranks, its operand and its result.
@@ -162,6 +166,8 @@ pub struct EmitOptions<'a> {
     pub tf32: bool,
     /// Which products are computed on padded copies.
     pub padding: Padding,
+    /// Which products Kiln's own template computes.
+    pub warpgroups: Warpgroups,
     /// Whether there is cuDNN, which is then asked first for each convolution.
     pub cudnn: bool,
     /// Values that are not stored row-major.
@@ -181,7 +187,10 @@ pub fn generate(
         KernelKind::Nest(nest) => return Ok(nest::generate(graph, nest, options)),
         KernelKind::Together(nests) => return Ok(nest::together(graph, nests, options)),
         KernelKind::Library(node) => *node,
-        KernelKind::Contraction(node, _) => return Err(unsupported(graph, *node)),
+        KernelKind::Contraction(node, nest) => {
+            let code = product::warpgroups::with_nest(graph, kernel, *node, nest, options);
+            return code.ok_or_else(|| unsupported(graph, *node));
+        }
     };
     if let Some(code) = library::empty(graph, node, options) {
         return Ok(code);

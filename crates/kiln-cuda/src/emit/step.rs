@@ -150,7 +150,7 @@ impl<'a> Writer<'a> {
             end: start + code.scratch,
         };
         writes.push(scratch);
-        let is_product = |call: &Call| matches!(call, Call::Product(_));
+        let is_product = |call: &Call| matches!(call, Call::Product(_) | Call::Either(_, _, Some(_)));
         let workspace = code.calls.iter().all(is_product).then_some(scratch);
         let small = match &code.calls[..] {
             [Call::Launch(launch)] => {
@@ -265,7 +265,7 @@ impl<'a> Writer<'a> {
                     workspace: (Address::Arena(scratch + offset), bytes),
                 }
             }
-            Call::Either(library, own) => {
+            Call::Either(library, own, trial) => {
                 let mut name = None;
                 let mut side = |calls: &[Call], name: &mut Option<String>| -> Vec<CallKind> {
                     let mut inner = Frame {
@@ -280,6 +280,7 @@ impl<'a> Writer<'a> {
                 CallKind::Either {
                     library: side(library, frame.name),
                     own: side(own, &mut name),
+                    trial: trial.clone(),
                 }
             }
             Call::Across(across, [operand, result]) => {
@@ -398,6 +399,9 @@ impl<'a> Writer<'a> {
                     .map(|(arguments, numbers)| (arguments.iter().map(one).collect(), numbers.clone()))
                     .collect(),
             ),
+            Argument::Matrix(buffer, bytes, boxes) => {
+                Pointer::Matrix(place(self.plan, *buffer, *bytes), *boxes)
+            }
             argument => Pointer::To(one(argument)),
         });
         arguments.collect()
@@ -455,6 +459,7 @@ fn address(plan: &Plan, argument: &Argument, scratch: usize) -> Address {
         Argument::Scalar(index) => Address::Scalar(*index),
         Argument::Scratch(offset) => Address::Arena(scratch + offset),
         Argument::Table(_) => unreachable!("tables hold addresses, not tables"),
+        Argument::Matrix(..) => unreachable!("matrices are arguments of launches alone"),
     }
 }
 

@@ -279,6 +279,10 @@ pub fn bind<'a>(
                             let (storage, at) = memory.place(*address);
                             given.memory(storage, at)
                         }
+                        Pointer::Matrix(address, boxes) => {
+                            let (storage, at) = memory.place(*address);
+                            given.matrix(stream.device(), storage, at, boxes)?
+                        }
                         Pointer::Table(rows) => table(rows, memory, given, stream)?,
                         Pointer::Words(words) => {
                             let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();

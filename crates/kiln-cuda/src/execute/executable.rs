@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 use kiln_compiler::{CompileError, Contract, ExternCall, Options, compile, identity, log_step, numbered};
 use kiln_graph::{Graph, IndexError};
 
+use super::either;
 use super::bound::{Bound, Chosen, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
 use super::guards;
 use super::replayed::{Arrangement, Common, Given, Replayed};
 use super::settled::Parked;
 use crate::build::{Cubin, Key, Source, Store};
-use crate::code::{Address, CallKind, StepCall, StepCode};
+use crate::code::{Address, CallKind, Function, StepCall, StepCode};
 use crate::debug;
 use crate::error::CudaError;
 use crate::family::{Backend, SharedStep};
@@ -261,7 +262,7 @@ impl CudaExecutable {
         let mut stages = Vec::new();
         let start = Instant::now();
         ranks(&code, gpu)?;
-        let (code, refused) = code.decided(|library, own| takes(gpu, library, own))?;
+        let (code, refused) = code.decided(|functions, call| either::takes(gpu, functions, call))?;
         name_own_kernels(&code, &mut contract, &refused);
         stages.push(("convolutions", start.elapsed()));
         let start = Instant::now();
@@ -784,39 +785,9 @@ impl Backend for Arc<Gpu> {
         Gpu::store(self)
     }
 
-    fn takes(&self, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
-        takes(self, library, own)
+    fn takes(&self, functions: &[Function], either: &CallKind) -> Result<bool, CudaError> {
+        either::takes(self, functions, either)
     }
-}
-
-/// Whether cuDNN takes the convolution among `library`. A convolution that is a product of matrices goes to
-/// the faster of the two libraries; Kiln's own tiles are only for convolutions that cuDNN refuses.
-fn takes(gpu: &Gpu, library: &[CallKind], own: &[CallKind]) -> Result<bool, CudaError> {
-    for call in library {
-        let CallKind::Convolution {
-            convolution,
-            workspace,
-            ..
-        } = call
-        else {
-            continue;
-        };
-        let Some(plan) = gpu.plan(convolution, workspace.1)? else {
-            return Ok(false);
-        };
-        if let [
-            CallKind::Product {
-                product, workspace, ..
-            },
-        ] = own
-        {
-            let choice = gpu.choice(product, workspace.1)?;
-            if library.len() > 1 || plan.microseconds() >= choice.microseconds {
-                return Ok(false);
-            }
-        }
-    }
-    Ok(true)
 }
 
 /// The other ranks, if the step has collectives.

@@ -301,6 +301,22 @@ impl Gpu {
         Ok(choice)
     }
 
+    /// A time in microseconds: known from disk, or measured now.
+    ///
+    /// # Errors
+    /// Those of `measure`.
+    pub(super) fn measured(&self, key: &Key, measure: impl FnOnce() -> Result<f32>) -> Result<f32> {
+        let stored = self.store.get(key);
+        if let Some(known) = stored.and_then(|found| serde_json::from_slice(&found.content).ok()) {
+            return Ok(known);
+        }
+        let time = measure()?;
+        if let Ok(bytes) = serde_json::to_vec(&time) {
+            self.store.put(key, &bytes, "time of a kernel", "");
+        }
+        Ok(time)
+    }
+
     /// cuDNN on this device, if it starts. It finds cuBLASLt only where that was opened before.
     fn convolver(&self) -> Option<&Convolver> {
         let start = || {

@@ -13,6 +13,7 @@
 //! - [`settled`]: calls whose arguments stay where they are.
 
 mod bound;
+mod either;
 pub mod executable;
 pub mod gpu;
 pub(crate) mod guards;

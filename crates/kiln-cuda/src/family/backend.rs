@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use crate::build::{Compiler, Cubin, Source, Store};
-use crate::code::CallKind;
+use crate::code::{CallKind, Function};
 use crate::error::Result;
 use crate::runtime::{Device, Kernel, Module};
 
@@ -62,11 +62,11 @@ pub trait Backend: Sync {
     /// Where steps and templates are kept.
     fn store(&self) -> &Store;
 
-    /// Whether the library takes a convolution ([`crate::code::StepCode::decided`]).
+    /// Whether the library's side of a [`CallKind::Either`] is taken ([`crate::code::StepCode::decided`]).
     ///
     /// # Errors
     /// Those of the library.
-    fn takes(&self, library: &[CallKind], own: &[CallKind]) -> Result<bool>;
+    fn takes(&self, functions: &[Function], either: &CallKind) -> Result<bool>;
 }
 
 /// NVRTC without a device.
@@ -83,7 +83,7 @@ impl Backend for (Compiler, Store) {
         &self.1
     }
 
-    fn takes(&self, _: &[CallKind], _: &[CallKind]) -> Result<bool> {
+    fn takes(&self, _: &[Function], _: &CallKind) -> Result<bool> {
         Ok(true)
     }
 }
@@ -112,7 +112,7 @@ impl Backend for Uncompiled {
         &self.0
     }
 
-    fn takes(&self, _: &[CallKind], _: &[CallKind]) -> Result<bool> {
+    fn takes(&self, _: &[Function], _: &CallKind) -> Result<bool> {
         Ok(true)
     }
 }

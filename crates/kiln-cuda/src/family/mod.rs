@@ -164,7 +164,7 @@ impl<B: Backend> CudaMaker<B> {
         from_cache: bool,
     ) -> Result<Planned, StepError> {
         let start = Instant::now();
-        let (code, refused) = code.decided(|library, own| self.backend.takes(library, own))?;
+        let (code, refused) = code.decided(|functions, either| self.backend.takes(functions, either))?;
         name_own_kernels(&code, &mut contract, &refused);
         stages.push(("convolutions", start.elapsed()));
         Ok(Planned {

@@ -1,10 +1,11 @@
 //! CUDA C++ that is written by hand, not generated from a nest of loops.
 //!
 //! [`PRELUDE`] is what generated sources begin with: types of elements with 16-byte accesses, reductions of a
-//! block in a fixed order, random numbers with the bits of every other target, and sorting. [`attention`] has
-//! the templates of attention.
+//! block in a fixed order, random numbers with the bits of every other target, and sorting. [`attention`] and
+//! [`product`] have templates.
 
 pub mod attention;
+pub mod product;
 
 /// What every generated source begins with.
 pub const PRELUDE: &str = concat!(

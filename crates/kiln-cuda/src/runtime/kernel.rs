@@ -13,7 +13,9 @@ use super::device::Device;
 use super::storage::Storage;
 use super::stream::Stream;
 use crate::error::{CudaError, Result};
-use crate::sys::driver::{CUfunction, CUmodule, function_attribute, result};
+use crate::code::Boxes;
+use crate::products::Number;
+use crate::sys::driver::{CUfunction, CUmodule, TensorMap, function_attribute, result, tensor_map};
 
 /// Bytes of dynamic shared memory that a launch may have without asking for more.
 const SHARED_WITHOUT_ASKING: u32 = 48 << 10;
@@ -262,6 +264,45 @@ impl Arguments {
     pub fn reaching(mut self, storage: &Arc<Storage>) -> Self {
         self.storages.push(storage.clone());
         self
+    }
+
+    /// A matrix from byte `offset` of a storage on, described for the copy engine.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] where the engine does not take such a matrix: its rows begin at no multiples of 16
+    /// bytes. [`CudaError::Lost`].
+    pub fn matrix(mut self, device: &Device, storage: &Arc<Storage>, offset: usize, boxes: &Boxes) -> Result<Self> {
+        let number = match boxes.number {
+            Number::F16 => tensor_map::FLOAT16,
+            _ => tensor_map::BFLOAT16,
+        };
+        let mut map = TensorMap([0; 16]);
+        let address = storage.address() + offset as u64;
+        let (extents, strides) = ([boxes.inner, boxes.outer], [boxes.leading * boxes.number.bytes() as u64]);
+        let (wide, steps) = ([boxes.wide, boxes.tall], [1, 1]);
+        device.enter()?;
+        // SAFETY: all pointers are to values on this stack, of the lengths of two dimensions; the address is only
+        // noted.
+        let code = unsafe {
+            (device.driver().cuTensorMapEncodeTiled)(
+                &raw mut map,
+                number,
+                2,
+                address as *const c_void,
+                extents.as_ptr(),
+                strides.as_ptr(),
+                wide.as_ptr(),
+                steps.as_ptr(),
+                0,
+                tensor_map::SWIZZLE_128B,
+                tensor_map::PROMOTION_128B,
+                0,
+            )
+        };
+        device.check("cuTensorMapEncodeTiled", code, || format!("describing a matrix: {boxes:?}"))?;
+        self.storages.push(storage.clone());
+        let bytes: Vec<u8> = map.0.iter().flat_map(|word| word.to_ne_bytes()).collect();
+        Ok(self.raw(&bytes))
     }
 
     /// A 32-bit integer without sign.

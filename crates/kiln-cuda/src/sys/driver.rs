@@ -190,6 +190,24 @@ pub struct CudaMemcpy3D {
 
 const _: () = assert!(size_of::<CudaMemcpy3D>() == 200);
 
+/// A matrix as the copy engine takes it.
+#[repr(C, align(64))]
+#[derive(Debug, Clone, Copy)]
+pub struct TensorMap(pub [u64; 16]);
+
+/// What describes a [`TensorMap`].
+pub mod tensor_map {
+    use std::ffi::c_uint;
+    /// Elements of f16.
+    pub const FLOAT16: c_uint = 6;
+    /// Elements of bf16.
+    pub const BFLOAT16: c_uint = 9;
+    /// The 16-byte pieces of 128 bytes are exchanged among eight rows.
+    pub const SWIZZLE_128B: c_uint = 3;
+    /// L2 reads 128 bytes at a time.
+    pub const PROMOTION_128B: c_uint = 2;
+}
+
 functions! {
     /// The driver's functions. `cuFuncGetParamInfo` is the youngest, of CUDA 12.4 (driver 550).
     DriverFunctions
@@ -247,6 +265,11 @@ functions! {
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared_bytes: c_uint, stream: CUstream, parameters: *mut *mut c_void, extra: *mut *mut c_void,
+    ) -> CUresult;
+    fn cuTensorMapEncodeTiled(
+        map: *mut TensorMap, number: c_uint, rank: c_uint, address: *const c_void,
+        extents: *const u64, strides: *const u64, boxes: *const c_uint, steps: *const c_uint,
+        interleave: c_uint, swizzle: c_uint, promotion: c_uint, beyond: c_uint,
     ) -> CUresult;
     fn cuGraphCreate(graph: *mut CUgraph, flags: c_uint) -> CUresult;
     fn cuGraphDestroy(graph: CUgraph) -> CUresult;

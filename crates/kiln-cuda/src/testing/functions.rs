@@ -16,7 +16,7 @@ use super::graphs::{
 use super::{State, with};
 use crate::sys::driver::{
     CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemPoolProps, CUmemoryPool, CUmodule, CUresult,
-    CUstream, DriverFunctions, device_attribute, function_attribute, pool_attribute, result,
+    CUstream, DriverFunctions, TensorMap, device_attribute, function_attribute, pool_attribute, result,
 };
 
 /// `CUDA_ERROR_NOT_FOUND`.
@@ -479,6 +479,34 @@ unsafe extern "C" fn cuLaunchKernel(
     })
 }
 
+unsafe extern "C" fn cuTensorMapEncodeTiled(
+    map: *mut TensorMap,
+    _: c_uint,
+    rank: c_uint,
+    address: *const c_void,
+    extents: *const u64,
+    strides: *const u64,
+    _: *const c_uint,
+    _: *const c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+) -> CUresult {
+    // SAFETY: see the module; the caller gives two extents and a stride.
+    let (extents, stride) = unsafe { ([*extents, *extents.add(1)], *strides) };
+    let given = format!("{extents:?}, {stride} bytes from row to row");
+    call("cuTensorMapEncodeTiled", &given, |_| {
+        let address = address as u64;
+        if rank != 2 || !address.is_multiple_of(16) || !stride.is_multiple_of(16) {
+            return result::INVALID_VALUE;
+        }
+        // SAFETY: see the module.
+        unsafe { map.cast::<[u64; 2]>().write([address, stride]) };
+        result::SUCCESS
+    })
+}
+
 macro_rules! table {
     ($($name:ident),* $(,)?) => {
         /// The fake driver's functions.
@@ -495,8 +523,8 @@ table! {
     cuMemPoolCreate, cuMemPoolDestroy, cuMemPoolSetAttribute, cuMemPoolGetAttribute, cuMemPoolTrimTo,
     cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2, cuMemcpyDtoHAsync_v2,
     cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload, cuModuleGetFunction,
-    cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuGraphCreate,
-    cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
+    cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuTensorMapEncodeTiled,
+    cuGraphCreate, cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
     cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags,
     cuGraphUpload, cuGraphLaunch, cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph,
     cuStreamGetCaptureInfo_v3, cuStreamEndCapture,

@@ -7,6 +7,7 @@ use kiln_compiler::schedule::{KernelKind, fuse};
 use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::code::FunctionText;
 use kiln_cuda::emit::product::padded::Padding;
+use kiln_cuda::emit::product::warpgroups::Warpgroups;
 use kiln_cuda::emit::{Call, EmitOptions, generate};
 use kiln_cuda::kernels::PRELUDE;
 use kiln_cuda::policy::POLICY;
@@ -114,6 +115,7 @@ impl Emitted {
             processors: 132,
             tf32: false,
             padding: Padding::default(),
+            warpgroups: Warpgroups::Never,
             cudnn: false,
             layouts: &schedule.layouts,
         };

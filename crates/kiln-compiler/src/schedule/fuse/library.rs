@@ -14,6 +14,7 @@ use crate::schedule::{Buffer, epilogue, layout};
 impl Fuser<'_> {
     pub(super) fn place_library(&mut self, node: Node) {
         let data = self.graph.node(node);
+        self.join_users(node);
         let group = match self.epilogue(node) {
             Some(group) => {
                 self.join_epilogue(group, node);
@@ -73,6 +74,33 @@ impl Fuser<'_> {
                     self.needed_outside(value, group),
                 )
         })
+    }
+
+    /// Joins the nests that read the contraction `node`, where they may be joined at all: one of them can follow it.
+    fn join_users(&mut self, node: Node) {
+        let data = self.graph.node(node);
+        let value = data.outputs[0];
+        let takes = self.policy.epilogue_types.contains(&self.graph.dtype(value));
+        if !self.fuse || !self.policy.epilogue_joined || !data.op.is_contraction() || !takes {
+            return;
+        }
+        let pair = |fuser: &Self| {
+            let users = fuser.user_nests(value);
+            let pairs = (0..users.len()).flat_map(|at| (at + 1..users.len()).map(move |other| (at, other)));
+            let mut pairs = pairs.map(|(at, other)| (users[at], users[other]));
+            let both = pairs.find(|&(a, b)| fuser.mergeable(value, a, b));
+            // And those that read what a user makes of it, such as the value in f32.
+            let behind = |&a: &usize| {
+                let made = fuser.nest(a).into_iter().flat_map(|nest| &nest.stores);
+                let mut readers = made.filter_map(|store| fuser.readers.get(&store.value)).flatten();
+                let found = readers.find(|&&b| b != a && fuser.follows(a, b));
+                found.map(|&b| (a, b))
+            };
+            both.or_else(|| users.iter().find_map(behind))
+        };
+        while let Some((a, b)) = pair(self) {
+            self.merge(a, b);
+        }
     }
 
     /// Whether an optimizer's operations are among those of `nest`.

@@ -43,7 +43,27 @@ impl Fuser<'_> {
         }
     }
 
+    /// Whether the nests `a` and `b`, which read `value`, may become one.
     pub(super) fn mergeable(&self, value: Value, a: usize, b: usize) -> bool {
+        let (Some(x), Some(y)) = (self.nest(a), self.nest(b)) else {
+            return false;
+        };
+        let own = self.graph.shape(value);
+        let full = |nest: &Nest, index: &Vec<Index>| vars(index) == nest.all() && bijective(index, own);
+        let aligned = x
+            .uses_of(value)
+            .iter()
+            .any(|index| full(x, index) && y.uses_of(value).contains(index));
+        aligned && self.joinable(a, b)
+    }
+
+    /// Whether nest `b` reads, point by point, values that nest `a` makes, and they may become one.
+    pub(super) fn follows(&self, a: usize, b: usize) -> bool {
+        self.feeds(a, b) && self.joinable(a, b)
+    }
+
+    /// Whether two nests may become one if their points are each other's.
+    fn joinable(&self, a: usize, b: usize) -> bool {
         let (Some(x), Some(y)) = (self.nest(a), self.nest(b)) else {
             return false;
         };
@@ -54,16 +74,9 @@ impl Fuser<'_> {
             (Some(_), None) => y.stores.iter().all(|store| vars(&store.index) == y.all()),
             (None, None) => true,
         };
-        let own = self.graph.shape(value);
-        let full = |nest: &Nest, index: &Vec<Index>| vars(index) == nest.all() && bijective(index, own);
-        let aligned = x
-            .uses_of(value)
-            .iter()
-            .any(|index| full(x, index) && y.uses_of(value).contains(index));
         let small = x.members.len() + y.members.len() <= self.policy.nest_operations
             && x.uses.len() + y.uses.len() + x.stores.len() + y.stores.len() <= self.policy.nest_buffers;
         splits
-            && aligned
             && small
             && self.groups[a].library.is_none()
             && self.groups[b].library.is_none()

@@ -152,7 +152,7 @@ impl Convolution<'_> {
         match library::generate(self, weight, dtypes, task, options) {
             Some(library) => KernelCode {
                 scratch: own.scratch.max(library.scratch),
-                calls: vec![Call::Either(library.calls, own.calls)],
+                calls: vec![Call::Either(library.calls, own.calls, None)],
             },
             None => own,
         }

@@ -54,6 +54,15 @@ impl Writer<'_> {
     fn compute(&mut self, key: &Key) -> Register {
         let (value, index) = (key.0, &key.1);
         let graph = self.graph;
+        if self.given == Some(value) {
+            let place = Place {
+                level: 2,
+                stage: 0,
+                lane: true,
+            };
+            let dtype = graph.dtype(value);
+            return self.define(dtype, place, &c::widened(dtype, "product.at[l]"));
+        }
         // A constant may be in memory for a kernel that takes a pointer to it. Here it is part of the text.
         if matches!(graph.def(value).op, Op::Constant { .. }) {
             return self.operation(value, index);

@@ -28,6 +28,7 @@
 //! the chunks up in order (`late`). Every order of additions follows from the shape alone.
 
 mod columns;
+pub mod epilogue;
 mod expression;
 mod late;
 mod memory;

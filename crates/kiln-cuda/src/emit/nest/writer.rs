@@ -104,6 +104,8 @@ pub(super) struct Writer<'a> {
     pub(super) parts: bool,
     /// What a block brings into shared memory to read it across, if it does.
     pub(super) tiles: Option<Tiles>,
+    /// The value that is not loaded but in the lanes of `product` ([`super::epilogue`]).
+    pub(super) given: Option<Value>,
 }
 
 impl<'a> Writer<'a> {
@@ -139,6 +141,7 @@ impl<'a> Writer<'a> {
             scratch: 0,
             parts: false,
             tiles: None,
+            given: None,
         }
     }
 
@@ -177,7 +180,7 @@ impl<'a> Writer<'a> {
     /// What an argument points to.
     pub(super) fn pointed(&self, argument: &Argument) -> &'static str {
         match argument {
-            Argument::Buffer(buffer) | Argument::Part(buffer, _) => {
+            Argument::Buffer(buffer) | Argument::Part(buffer, _) | Argument::Matrix(buffer, ..) => {
                 c::memory_type(self.buffer_dtype(*buffer))
             }
             Argument::Scalar(_) => "kiln_u64",

@@ -13,12 +13,14 @@
 //! ```
 //!
 //! [`matrices`] turns this into the matrices that cuBLASLt takes, and [`padded`] pads their extents where
-//! that pays. [`tiles`] computes all other products: of integers, of windows that no matrix describes, and
-//! those whose results are single numbers.
+//! that pays. [`warpgroups`] offers a template of Kiln's own for those of 16 bits, alone and with a nest behind
+//! them. [`tiles`] computes all other products: of integers, of windows that no matrix describes, and those
+//! whose results are single numbers.
 
 mod matrices;
 pub mod padded;
 mod tiles;
+pub mod warpgroups;
 
 use kiln_compiler::schedule::access::{Strided, strided};
 use kiln_compiler::schedule::layout::{Layouts, strides};
@@ -26,7 +28,7 @@ use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::{Call, EmitOptions, KernelCode, expressions, library};
+use super::{Call, EmitOptions, KernelCode, ProductCall, expressions, library};
 
 /// The code of `node`; none if nothing here computes it.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
@@ -45,7 +47,11 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         if calls.len() == 1
             && let Some(call) = calls.pop()
         {
-            return Some(padded::calls(call, options.padding));
+            let mut code = padded::calls(call, options.padding);
+            if let [Call::Product(call)] = &code.calls[..] {
+                code.calls = vec![warpgroups::offered(ProductCall::clone(call), options)];
+            }
+            return Some(code);
         }
         let scratch = calls.iter().map(|call| call.workspace).max().unwrap_or(0);
         return Some(KernelCode {

@@ -35,11 +35,6 @@ template <> struct kiln_fragment_of<float> {
 
 #ifdef KILN_HOST
 
-template <class T> kiln_u32 kiln_fragment_pack(float low, float high)
-{
-    return kiln_narrow<T>(low).bits | (kiln_u32)kiln_narrow<T>(high).bits << 16;
-}
-
 inline float kiln_fragment_power(float x) { return exp2f(x); }
 
 // Gives the lanes of a warp what each of them has, until the next call.
@@ -121,23 +116,6 @@ inline void kiln_copies_end_group() {}
 inline void kiln_copies_wait() {}
 
 #else
-
-// Two elements in a register, the first one low.
-template <class T> kiln_u32 kiln_fragment_pack(float low, float high);
-
-template <> inline kiln_u32 kiln_fragment_pack<kiln_bf16>(float low, float high)
-{
-    kiln_u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-
-template <> inline kiln_u32 kiln_fragment_pack<kiln_f16>(float low, float high)
-{
-    kiln_u32 both;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
 
 // Two to the power of x, zero where that is not normal.
 inline float kiln_fragment_power(float x)
@@ -246,7 +224,7 @@ void kiln_fragment_dot(float (&sum)[MT][NT][4], const E* a, const E* b)
 // What a lane has of a row of sums, as words of a left operand; `half` is 0 for row g and 1 for row g + 8.
 template <class T> void kiln_fragment_weigh(kiln_u32 (&to)[2], int half, float low, float high)
 {
-    to[half] = kiln_fragment_pack<T>(low, high);
+    to[half] = kiln_pack<T>(low, high);
 }
 
 template <class T> void kiln_fragment_weigh(kiln_u32 (&to)[4], int half, float low, float high)
@@ -344,7 +322,7 @@ template <class C, int ROWS, int WIDTH> void kiln_fragment_settle(float* copied)
 // Two neighbours of a row, at once where that may be.
 template <class V, class T> void kiln_fragment_write(T* to, float low, float high)
 {
-    const kiln_u32 both = kiln_fragment_pack<T>(low, high);
+    const kiln_u32 both = kiln_pack<T>(low, high);
     if (V::vectors) {
         *(kiln_u32*)to = both;
     } else {

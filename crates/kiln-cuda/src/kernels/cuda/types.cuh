@@ -84,6 +84,34 @@ template <> inline kiln_f16 kiln_narrow<kiln_f16>(float x)
 
 #endif
 
+// Two elements of 16 bits in a register, the first one low.
+#ifdef KILN_HOST
+
+template <class T> kiln_u32 kiln_pack(float low, float high)
+{
+    return kiln_narrow<T>(low).bits | (kiln_u32)kiln_narrow<T>(high).bits << 16;
+}
+
+#else
+
+template <class T> kiln_u32 kiln_pack(float low, float high);
+
+template <> inline kiln_u32 kiln_pack<kiln_bf16>(float low, float high)
+{
+    kiln_u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+template <> inline kiln_u32 kiln_pack<kiln_f16>(float low, float high)
+{
+    kiln_u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+#endif
+
 // The dynamic shared memory of a block, from a multiple of 16. The host brings its own.
 #ifndef KILN_HOST
 inline unsigned char* kiln_dynamic_shared()

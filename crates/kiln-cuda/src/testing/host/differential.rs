@@ -6,6 +6,7 @@ use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Scalar, interpret_f64};
 
 use super::HostStep;
+use crate::emit::product::warpgroups::Warpgroups;
 use crate::target::{CudaStep, CudaTarget};
 
 /// A comparison of a graph's outputs on the host with those of the interpreter.
@@ -49,7 +50,10 @@ impl<'a> Differential<'a> {
         Self {
             graph,
             options: Options::default(),
-            target: CudaTarget::default(),
+            target: CudaTarget {
+                warpgroups: Warpgroups::Never,
+                ..CudaTarget::default()
+            },
             arguments: random_arguments(graph, 7),
             tolerances: None,
         }

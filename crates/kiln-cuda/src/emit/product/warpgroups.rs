@@ -1,0 +1,437 @@
+//! Products of 16 bits by Kiln's own template for Hopper (`kernels/product/warpgroups.cuh`), with what follows them.
+//!
+//! Alone, a product of this template is an alternative to cuBLASLt's, and the device times both
+//! ([`Trial`]). Its point is what follows: a nest that needs one element of the product for each of its own
+//! ([`kiln_compiler::schedule::epilogue`]) is computed by warps of its own while others multiply for the next tile, so
+//! that the result reaches no memory and the nest's traffic is hidden behind arithmetic.
+
+use std::fmt::Write as _;
+
+use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
+use kiln_compiler::schedule::nest::Nest;
+use kiln_compiler::schedule::{Buffer, Kernel};
+use kiln_graph::{Graph, Node, Op};
+
+use super::Frame;
+use super::matrices;
+use crate::code::{Boxes, FunctionText, Trial};
+use crate::emit::nest::epilogue::{Loops, Statements, generate as statements};
+use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, nest};
+use crate::kernels::product::{WARPGROUP_TEMPLATES, instructions};
+use crate::products::{Epilogue, Number, Product, ScalarsFrom};
+
+/// The capability that has these instructions. They are none of a later one.
+pub const CAPABILITY: (u32, u32) = (9, 0);
+
+/// Which products the template computes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default)]
+pub enum Warpgroups {
+    /// Those with a nest behind them, and those alone that are faster than the library's.
+    #[default]
+    WherePays,
+    /// All that it can, however small: for tests.
+    Always,
+    /// None: for tests on a machine without a GPU.
+    Never,
+}
+
+/// Rows of a tile.
+const TILE_ROWS: u64 = 128;
+/// Steps of the depth in a place of shared memory.
+const DEPTH: u64 = 64;
+/// Bytes of shared memory that a block may ask for, without the barriers.
+const SHARED: u64 = (227 << 10) - 512;
+/// Places begin at multiples of so many bytes.
+const BORDER: u64 = 1024;
+/// Neighbours that a finishing thread has.
+const NEIGHBOURS: u64 = 8;
+/// Rows that a finishing thread has at a time: what they need besides the product is under way together.
+const TOGETHER: i64 = 4;
+/// Least products alone that the template is tried on: smaller ones end before its parts are all at work.
+const LEAST_FLOP: f64 = 1e9;
+
+/// Widths of a tile. Each with the clocks that a step of the depth takes, of two floating-point operations a
+/// thousand and twenty-four a clock: narrower tiles read their operands more often (H100).
+const WIDTHS: [(u64, f64); 3] = [(256, 1024.0), (192, 790.0), (128, 590.0)];
+/// The same where a nest follows: a tile of 256 leaves registers for three warps that finish, a narrower one for
+/// seven.
+const WIDTHS_WITH_NEST: [(u64, f64); 3] = [(256, 1180.0), (192, 790.0), (128, 590.0)];
+/// Clocks that a block takes for a tile besides: filling the places, and what is left when all have multiplied.
+const TILE_CLOCKS: f64 = 2000.0;
+
+/// The template's numbers for a product.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+struct Case {
+    /// Columns of a tile.
+    columns: u64,
+    /// Whether results of 16 bits are finished by warps of their own; those of f32 are stored by those who
+    /// multiply.
+    finishes: bool,
+}
+
+impl Case {
+    fn threads(self) -> u64 {
+        // The sums of a tile of 256 columns take 128 registers of each thread that multiplies.
+        if self.finishes && self.columns < 256 {
+            512
+        } else {
+            384
+        }
+    }
+
+    /// Threads that finish: all but warp 0 and the two groups that multiply.
+    fn finishers(self) -> u64 {
+        if self.finishes { self.threads() - 288 } else { 0 }
+    }
+
+    fn stage(self) -> u64 {
+        (TILE_ROWS + self.columns) * DEPTH * 2
+    }
+
+    fn results(self) -> u64 {
+        if self.finishes { TILE_ROWS * (self.columns * 2 + 16) } else { 0 }
+    }
+
+    fn stages(self) -> u64 {
+        ((SHARED - BORDER - self.results()) / self.stage()).min(6)
+    }
+
+    fn shared_bytes(self) -> u64 {
+        self.stages() * self.stage() + self.results() + BORDER
+    }
+
+    fn tiles(self, product: &Product) -> u64 {
+        product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(self.columns)
+    }
+}
+
+/// The width whose tiles take the least time on so many multiprocessors.
+fn columns(product: &Product, widths: [(u64, f64); 3], processors: u32) -> u64 {
+    let steps = product.k.div_ceil(DEPTH) as f64;
+    let clocks = |&(columns, step): &(u64, f64)| {
+        let tiles = product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(columns);
+        tiles.div_ceil(u64::from(processors.max(1))) as f64 * (steps * step + TILE_CLOCKS)
+    };
+    let best = widths.iter().min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
+    best.map_or(WIDTHS[0].0, |&(columns, _)| columns)
+}
+
+/// Whether the template computes `product`, with its operands and its result so many bytes behind the start of
+/// their buffers: one of two matrices whose rows begin at multiples of sixteen bytes.
+fn is_taken(product: &Product, starts: [usize; 3]) -> bool {
+    let half = |number: Number| matches!(number, Number::F16 | Number::Bf16);
+    let result = product.result.number;
+    let extents = [product.m, product.n, product.k];
+    half(product.left.number)
+        && product.right.number == product.left.number
+        && (result == product.left.number || result == Number::F32)
+        && product.batch == 1
+        && product.scalars == ScalarsFrom::Product
+        && product.epilogue == Epilogue::None
+        && product.n.is_multiple_of(NEIGHBOURS)
+        && [product.left.leading, product.right.leading, product.result.leading]
+            .iter()
+            .all(|leading| leading.is_multiple_of(NEIGHBOURS))
+        && starts.iter().all(|start| start.is_multiple_of(16))
+        && extents.iter().all(|&extent| extent > 0 && extent < 1 << 30)
+}
+
+/// The name of a type of 16 bits in the template, and in its instructions.
+fn element(number: Number) -> (&'static str, &'static str) {
+    match number {
+        Number::F16 => ("kiln_f16", "f16"),
+        _ => ("kiln_bf16", "bf16"),
+    }
+}
+
+/// The matrices of a product as the copy engine takes them, tile by tile.
+fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
+    let Product { m, n, k, left, right, .. } = product;
+    // A turned operand comes in blocks of 64 of its rows (or columns).
+    let of = |inner: u64, outer: u64, leading: u64, tall: u64| Boxes {
+        number: left.number,
+        inner,
+        outer,
+        leading,
+        wide: DEPTH as u32,
+        tall: tall as u32,
+    };
+    [
+        match left.transposed {
+            true => of(*m, *k, left.leading, DEPTH),
+            false => of(*k, *m, left.leading, TILE_ROWS),
+        },
+        match right.transposed {
+            true => of(*k, *n, right.leading, columns),
+            false => of(*n, *k, right.leading, DEPTH),
+        },
+    ]
+}
+
+/// What the warps that finish do, or those that multiply where none finish.
+struct Finish {
+    /// Declarations in front of the kernel.
+    helpers: String,
+    /// What is in the last parameter of `kiln_product_multiply`.
+    store: String,
+    /// The statements of the warps that finish.
+    finish: String,
+    parameters: Vec<String>,
+    arguments: Vec<Argument>,
+}
+
+/// The launch of a product of `case`.
+fn launch(product: &Product, operands: [(Buffer, usize); 2], case: Case, processors: u32, finish: Finish) -> Launch {
+    let (element, instruction) = element(product.left.number);
+    let mut helpers = format!(
+        "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
+         static constexpr int TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
+         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {};\n{}}};\n",
+        case.columns,
+        case.stages(),
+        case.finishers(),
+        product.left.transposed,
+        !product.right.transposed,
+        instructions(case.columns as usize, instruction),
+    );
+    helpers.push_str(&finish.helpers);
+    let mut body = format!(
+        "const kiln_product_shared<@_case> shared;\nconst kiln_product_size size = {{ {}, {}, {} }};\n\
+         if (threadIdx.x < 32) {{\nkiln_product_load<@_case>(&left, &right, size, shared);\n\
+         }} else if (threadIdx.x >= 128 && threadIdx.x < 384) {{\n\
+         kiln_product_multiply<@_case>(size, shared, [&](int row, int column, float first, float second) {{ {} }});\n}}",
+        product.m, product.n, product.k, finish.store
+    );
+    if case.finishes {
+        let _ = write!(body, " else {{\n{}}}", finish.finish);
+    }
+    let matrices = boxes(product, case.columns);
+    let mut arguments: Vec<Argument> = operands
+        .iter()
+        .zip(matrices)
+        .map(|(&(buffer, bytes), boxes)| Argument::Matrix(buffer, bytes, boxes))
+        .collect();
+    arguments.extend(finish.arguments);
+    let matrix = |name: &str| format!("const __grid_constant__ kiln_matrix {name}");
+    let mut parameters = vec![matrix("left"), matrix("right")];
+    parameters.extend(finish.parameters);
+    Launch {
+        text: FunctionText {
+            helpers,
+            parameters,
+            body,
+            // A tile of 256 leaves warps 1 to 3 to finish, behind those that multiply there are none.
+            threads: case.threads() as u32,
+            device_only: true,
+            blocks: 1,
+        },
+        grid: [case.tiles(product).min(u64::from(processors.max(1))) as u32, 1, 1],
+        shared_bytes: case.shared_bytes() as u32,
+        arguments,
+    }
+}
+
+/// The loop over the rows that a finishing thread has at a time, with `statements` for each of them: in row `k`,
+/// `product` is the result, and `row_name` the row.
+fn each_row(ty: &str, row_name: &str, statements: &str) -> String {
+    format!(
+        "#pragma unroll\nfor (int k = 0; k < {TOGETHER}; k++) {{\n\
+         const int line = down + shared.LINES * k;\nconst {ty} {row_name} = row + shared.LINES * k;\n\
+         if (line >= shared.TILE_ROWS || {row_name} >= size.rows) break;\n\
+         const auto& product = shared.at(line, across);\n{statements}}}\n"
+    )
+}
+
+/// The product alone, by tiles of so many columns.
+fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
+    let product = &call.product;
+    let finishes = product.result.number != Number::F32;
+    let leading = product.result.leading;
+    let arguments = vec![Argument::Part(call.result.0, call.result.1)];
+    let finish = match finishes {
+        true => {
+            let (element, _) = element(product.left.number);
+            let store = format!(
+                "*(kiln_lanes<{element}, 8>*)(result + own * (kiln_u64){leading} + column) = product;\n"
+            );
+            let rows = each_row("int", "own", &store);
+            Finish {
+                helpers: "struct @_loaded {};\n".into(),
+                store: String::new(),
+                finish: format!(
+                    "const auto load = [](@_loaded&, int, int, int) {{}};\n\
+                     const auto points = [&](const @_loaded&, int down, int across, int row, int column) {{\n{rows}}};\n\
+                     kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, load, points);\n"
+                ),
+                parameters: vec![format!("{element}* result")],
+                arguments,
+            }
+        }
+        false => Finish {
+            helpers: String::new(),
+            store: format!("*(float2*)(result + row * (kiln_u64){leading} + column) = make_float2(first, second);"),
+            finish: String::new(),
+            parameters: vec!["float* result".into()],
+            arguments,
+        },
+    };
+    let case = Case { columns, finishes };
+    launch(product, [call.left, call.right], case, processors, finish)
+}
+
+/// The call with the template as the alternative that the device times, where it has one.
+pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
+    let product = &call.product;
+    let tried = match options.warpgroups {
+        Warpgroups::WherePays => product.flop() >= LEAST_FLOP,
+        Warpgroups::Always => true,
+        Warpgroups::Never => false,
+    };
+    if !tried || options.capability != CAPABILITY || !is_taken(product, [call.left.1, call.right.1, call.result.1]) {
+        return Call::Product(Box::new(call));
+    }
+    let columns = columns(product, WIDTHS, options.processors);
+    let own = alone(&call, columns, options.processors);
+    let trial = Trial {
+        product: product.clone(),
+        always: options.warpgroups == Warpgroups::Always,
+    };
+    Call::Either(vec![Call::Product(Box::new(call))], vec![Call::Launch(own)], Some(Box::new(trial)))
+}
+
+/// The product `node` with `nest` behind it; none if the template does not compute it, or would leave most
+/// of the device idle.
+fn together(graph: &Graph, kernel: &Kernel, node: Node, nest: &Nest, options: &EmitOptions<'_>) -> Option<Launch> {
+    let Op::DotGeneral(dims) = &graph.node(node).op else {
+        return None;
+    };
+    if options.warpgroups == Warpgroups::Never || options.capability != CAPABILITY {
+        return None;
+    }
+    let value = graph.node(node).outputs[0];
+    let frame = Frame::new(graph, kernel, node, options.layouts)?;
+    let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
+        return None;
+    };
+    let result = ResultFrame::product(graph, value, dims);
+    let placed = result.place(graph, nest, value, nest.maps.get(&value)?);
+    let [1, rows, column_count] = result.extents[..] else {
+        return None;
+    };
+    let is_as_it_lies = call.left.0 == Buffer::Value(frame.left.0)
+        && (call.product.m, call.product.n) == (rows as u64, column_count as u64);
+    let along = epilogue::vector_variable(graph, &placed, value, &[COL]);
+    if !is_as_it_lies
+        || along != Some(COL)
+        || call.product.result.number == Number::F32
+        || !is_taken(&call.product, [call.left.1, call.right.1, 0])
+    {
+        return None;
+    }
+    let product = &call.product;
+    let columns = columns(product, WIDTHS_WITH_NEST, options.processors);
+    let case = Case { columns, finishes: true };
+    let loops = Loops {
+        row: (ROW, TOGETHER),
+        column: (COL, NEIGHBOURS as i64),
+    };
+    let finish = finish(&statements(graph, &placed, value, loops));
+    Some(launch(product, [call.left, call.right], case, options.processors, finish))
+}
+
+/// The warps that finish, with the statements of a nest.
+fn finish(nest: &Statements) -> Finish {
+    let Statements { index, top, load, shared, points, .. } = nest;
+    let members: String = nest.loaded.iter().map(|(declaration, _)| format!("{declaration}\n")).collect();
+    let names = |constant: &str| -> String {
+        let each = nest.loaded.iter().map(|(_, name)| format!("{constant}auto& {name} = loaded.{name};\n"));
+        each.collect()
+    };
+    let [to, from] = [names(""), names("const ")];
+    let rows = each_row(index, &format!("i{ROW}"), points);
+    // There is one matrix, so nothing varies with its number.
+    debug_assert!(!points.contains(&format!("i{BATCH} ")) && !load.contains(&format!("i{BATCH} ")));
+    Finish {
+        helpers: format!("struct @_loaded {{\n{members}}};\n"),
+        store: String::new(),
+        finish: format!(
+            "{top}const auto load = [&](@_loaded& loaded, int k, {index} i{ROW}, {index} i{COL}) {{\n{to}{load}}};\n\
+             const auto points = [&](const @_loaded& loaded, int down, int across, {index} row, {index} i{COL}) {{\n{from}{shared}{rows}}};\n\
+             kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, load, points);\n"
+        ),
+        parameters: nest.parameters.clone(),
+        arguments: nest.arguments.clone(),
+    }
+}
+
+/// The code of the product `node` with `nest` behind it.
+pub fn with_nest(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    nest: &Nest,
+    options: &EmitOptions<'_>,
+) -> Option<KernelCode> {
+    match together(graph, kernel, node, nest, options) {
+        Some(launch) => Some(KernelCode::launches([launch])),
+        None => one_after_the_other(graph, kernel, node, nest, options),
+    }
+}
+
+/// The product, then the nest, which reads it from where it is stored or from working memory.
+fn one_after_the_other(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    nest: &Nest,
+    options: &EmitOptions<'_>,
+) -> Option<KernelCode> {
+    let value = graph.node(node).outputs[0];
+    let buffer = Buffer::Value(value);
+    let mut product = super::generate(graph, kernel, node, options)?;
+    let mut behind = nest.clone();
+    behind.members.retain(|&member| member != node);
+    behind.stores.retain(|store| store.value != value);
+    behind.add_use(value, nest.maps.get(&value)?.clone());
+    let mut behind = nest::generate(graph, &behind, options);
+    let mut scratch = product.scratch.max(behind.scratch);
+    if !kernel.writes.contains(&buffer) {
+        let at = scratch.next_multiple_of(256);
+        scratch = at + graph.ty(value).bytes();
+        for call in product.calls.iter_mut().chain(&mut behind.calls) {
+            in_working_memory(call, buffer, at);
+        }
+    }
+    product.calls.append(&mut behind.calls);
+    Some(KernelCode {
+        calls: product.calls,
+        scratch,
+    })
+}
+
+/// Lets a call find `buffer` at byte `at` of working memory.
+fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
+    match call {
+        Call::Product(product) if product.result.0 == buffer => {
+            let copies = [None, None, Some(at + product.result.1)];
+            let call_ = ProductCall::clone(product);
+            *call = Call::Padded(Box::new(PaddedProduct { call: call_, copies }));
+        }
+        Call::Padded(padded) if padded.call.result.0 == buffer && padded.copies[2].is_none() => {
+            padded.copies[2] = Some(at + padded.call.result.1);
+        }
+        Call::Launch(launch) => {
+            for argument in &mut launch.arguments {
+                match *argument {
+                    Argument::Buffer(own) if own == buffer => *argument = Argument::Scratch(at),
+                    Argument::Part(own, bytes) if own == buffer => *argument = Argument::Scratch(at + bytes),
+                    _ => {}
+                }
+            }
+        }
+        Call::Either(library, own, _) => {
+            library.iter_mut().chain(own).for_each(|call| in_working_memory(call, buffer, at));
+        }
+        _ => {}
+    }
+}

@@ -1,0 +1,287 @@
+// Products of matrices of 16 bits by the instructions that Hopper has for a group of four warps (`wgmma`), which read their operands
+// from shared memory, and by its copy engine (TMA), which brings them there.
+//
+// A block computes tiles of TILE_ROWS by TILE_COLUMNS results, one after the other. Its warps have parts of their own, so that loading,
+// multiplying, and what follows the product go on at the same time:
+//
+//     warp 0              asks the engine for the operands of the next steps of the depth, DEPTH each, into STAGES places
+//     warps 4 to 11       multiply: two groups, each with half of the rows of a tile in its registers
+//     the other warps     finish the tile before: they compute what follows the product from its results, and store that
+//
+// Barriers in shared memory are where they meet. A place is `full` once the engine has written it, `empty` once both groups have read it.
+// The tile of results between those who multiply and those who finish is `ready`, or `taken`.
+//
+// Operands lie in shared memory in rows of 128 bytes, whose 16-byte pieces the engine exchanges among eight rows, so that no two rows
+// of a fragment are in the same banks. An operand whose neighbours in memory are along the depth has a row for each of its rows (or
+// columns). A turned one, whose neighbours are along its rows (or columns), has a row for each step of the depth, in blocks of 64 of them.
+//
+// What a case C says: STAGES, TILE_COLUMNS, FINISHERS (threads; none where those who multiply store their results), LEFT_TURNED,
+// RIGHT_TURNED, `element`, and two functions of the tile's width: `multiply` and `settle`.
+
+// Where the engine finds a matrix: written by the driver.
+struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
+
+struct kiln_product_size { int rows, columns, reach; };
+
+inline kiln_u32 kiln_address_in_shared(const void* at) { return (kiln_u32)__cvta_generic_to_shared(at); }
+
+inline void kiln_barrier_begin(kiln_u32 barrier, int arrivals)
+{
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Arrives, and lets the barrier wait for so many bytes from the engine.
+inline void kiln_barrier_expect(kiln_u32 barrier, int bytes)
+{
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" :: "r"(barrier), "r"(bytes) : "memory");
+}
+
+inline void kiln_barrier_arrive(kiln_u32 barrier)
+{
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(barrier) : "memory");
+}
+
+// Waits until the phase of this parity is over. The phase before the first one is.
+inline void kiln_barrier_wait(kiln_u32 barrier, kiln_u32 parity)
+{
+    int over;
+    do {
+        asm volatile(
+            "{\n.reg .pred past;\nmbarrier.try_wait.parity.shared::cta.b64 past, [%1], %2;\nselp.s32 %0, 1, 0, past;\n}"
+            : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+    } while (!over);
+}
+
+// Asks the engine for the box of a matrix that begins at column `inner` of row `outer`. What is beyond the matrix becomes zeros.
+inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, int outer, kiln_u32 barrier)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
+        :: "r"(to), "l"(matrix), "r"(inner), "r"(outer), "r"(barrier) : "memory");
+}
+
+// How `wgmma` finds an operand: where it begins, 1024 bytes from eight rows to the next, and `apart` bytes from a block of 64 to the next.
+inline kiln_u64 kiln_product_operand(kiln_u32 at, int apart)
+{
+    return (kiln_u64)(at >> 4 & 0x3fff) | (kiln_u64)(apart >> 4) << 16 | (kiln_u64)(1024 >> 4) << 32 | (kiln_u64)1 << 62;
+}
+
+// A block's shared memory: places for operands, the tile of results, barriers.
+template <class C> struct kiln_product_shared {
+    static constexpr int TILE_ROWS = 128, DEPTH = 64;
+    static constexpr int LEFT_BYTES = TILE_ROWS * DEPTH * 2, RIGHT_BYTES = C::TILE_COLUMNS * DEPTH * 2;
+    static constexpr int STAGE = LEFT_BYTES + RIGHT_BYTES;
+    // 64 rows (or columns) of a turned operand.
+    static constexpr int BLOCK = 64 * DEPTH * 2;
+    // From a row of results to the next: sixteen bytes more than they have, so that eight rows are in different banks.
+    static constexpr int PITCH = C::TILE_COLUMNS * 2 + 16;
+    // Threads that finish have eight neighbouring columns each, and as many rows are finished at once as they are enough for.
+    static constexpr int ACROSS = C::TILE_COLUMNS / 8, LINES = C::FINISHERS / ACROSS;
+
+    unsigned char* results;
+    kiln_u32 places, full, empty, ready, taken;
+
+    kiln_product_shared()
+    {
+        __shared__ kiln_u64 barriers[2 * C::STAGES + 2];
+        // Places begin at multiples of 1024 bytes, which is what the exchange of pieces goes by.
+        unsigned char* memory = kiln_dynamic_shared();
+        memory += -kiln_address_in_shared(memory) & 1023;
+        places = kiln_address_in_shared(memory);
+        results = memory + C::STAGES * STAGE;
+        full = kiln_address_in_shared(barriers);
+        empty = full + 8 * C::STAGES;
+        ready = empty + 8 * C::STAGES;
+        taken = ready + 8;
+        if (threadIdx.x == 0) {
+            for (int i = 0; i < C::STAGES; i++) {
+                kiln_barrier_begin(full + 8 * i, 1);
+                kiln_barrier_begin(empty + 8 * i, 2);
+            }
+            kiln_barrier_begin(ready, 256);
+            if (C::FINISHERS) kiln_barrier_begin(taken, C::FINISHERS);
+            asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        }
+        __syncthreads();
+    }
+
+    // Eight neighbouring results of a row.
+    const kiln_lanes<typename C::element, 8>& at(int row, int column) const
+    {
+        return *(const kiln_lanes<typename C::element, 8>*)(results + row * PITCH + column * 2);
+    }
+};
+
+// The tiles of a block, in the order in which it computes them. All blocks together go down bands of 1024 rows, column by column, so that
+// those that run at the same time share operands in L2.
+template <class C> struct kiln_product_tile {
+    static constexpr int BAND = 8;
+    int number, down, across, row, column;
+
+    kiln_product_tile(const kiln_product_size& size)
+        : number(blockIdx.x), down((size.rows + 127) / 128), across((size.columns + C::TILE_COLUMNS - 1) / C::TILE_COLUMNS)
+    {
+        place();
+    }
+
+    bool exists() const { return number < down * across; }
+
+    void next()
+    {
+        number += gridDim.x;
+        place();
+    }
+
+private:
+    void place()
+    {
+        const int band = number / (BAND * across), within = number % (BAND * across);
+        const int tall = down - band * BAND < BAND ? down - band * BAND : BAND;
+        // Behind the last tile there is none.
+        row = tall > 0 ? (band * BAND + within % tall) * 128 : 0;
+        column = tall > 0 ? within / tall * C::TILE_COLUMNS : 0;
+    }
+};
+
+// The part of warp 0.
+template <class C> void kiln_product_load(
+    const kiln_matrix* left, const kiln_matrix* right, const kiln_product_size& size, const kiln_product_shared<C>& shared)
+{
+    typedef kiln_product_shared<C> S;
+    if (threadIdx.x != 0) return;
+    int at = 0;
+    kiln_u32 round = 0;
+    for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
+        for (int from = 0; from < size.reach; from += S::DEPTH) {
+            const kiln_u32 barrier = shared.full + 8 * at, to = shared.places + at * S::STAGE;
+            kiln_barrier_wait(shared.empty + 8 * at, round ^ 1);
+            kiln_barrier_expect(barrier, S::STAGE);
+            if (C::LEFT_TURNED) {
+                #pragma unroll
+                for (int i = 0; i < S::TILE_ROWS / 64; i++)
+                    kiln_product_box(to + i * S::BLOCK, left, tile.row + 64 * i, from, barrier);
+            } else {
+                kiln_product_box(to, left, from, tile.row, barrier);
+            }
+            if (C::RIGHT_TURNED) {
+                #pragma unroll
+                for (int i = 0; i < C::TILE_COLUMNS / 64; i++)
+                    kiln_product_box(to + S::LEFT_BYTES + i * S::BLOCK, right, tile.column + 64 * i, from, barrier);
+            } else {
+                kiln_product_box(to + S::LEFT_BYTES, right, from, tile.column, barrier);
+            }
+            if (++at == C::STAGES) at = 0, round ^= 1;
+        }
+    }
+}
+
+// The part of those who multiply. `store` is given the sums of two neighbours, in a case without FINISHERS: (row, column, first, second).
+template <class C, class Store> void kiln_product_multiply(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, const Store& store)
+{
+    typedef kiln_product_shared<C> S;
+    const int half = threadIdx.x / 128 - 1, lane = threadIdx.x % 128;
+    // A lane has neighbours of two rows of each eight columns.
+    const int down = half * 64 + lane / 32 * 16 + lane % 32 / 4, across = lane % 4 * 2;
+    int at = 0;
+    kiln_u32 round = 0, turn = 0;
+    float sums[C::TILE_COLUMNS / 2];
+    for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
+        int behind = 0;
+        for (int from = 0; from < size.reach; from += S::DEPTH) {
+            kiln_barrier_wait(shared.full + 8 * at, round);
+            const kiln_u32 place = shared.places + at * S::STAGE;
+            kiln_u64 left = kiln_product_operand(place + half * S::BLOCK, S::BLOCK);
+            kiln_u64 right = kiln_product_operand(place + S::LEFT_BYTES, S::BLOCK);
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            #pragma unroll
+            for (int k = 0; k < S::DEPTH / 16; k++) {
+                C::multiply(sums, left, right, from > 0 || k > 0);
+                // Sixteen steps of the depth: 32 bytes of a row, or sixteen rows.
+                left += C::LEFT_TURNED ? 2048 >> 4 : 32 >> 4;
+                right += C::RIGHT_TURNED ? 2048 >> 4 : 32 >> 4;
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            if (from > 0) {
+                // The step before is over: its place is free.
+                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                if (lane == 0) kiln_barrier_arrive(shared.empty + 8 * behind);
+            }
+            behind = at;
+            if (++at == C::STAGES) at = 0, round ^= 1;
+        }
+        C::settle(sums);
+        if (lane == 0) kiln_barrier_arrive(shared.empty + 8 * behind);
+        if (C::FINISHERS) {
+            kiln_barrier_wait(shared.taken, turn ^ 1);
+            // A warp has sixteen rows. Each lane gives the address of a row of one of four matrices of eight by eight.
+            const kiln_u32 to = kiln_address_in_shared(shared.results) + (half * 64 + lane / 32 * 16 + lane % 16) * S::PITCH + lane % 32 / 16 * 16;
+            #pragma unroll
+            for (int j = 0; j < C::TILE_COLUMNS / 16; j++) {
+                kiln_u32 words[4];
+                #pragma unroll
+                for (int i = 0; i < 4; i++)
+                    words[i] = kiln_pack<typename C::element>(sums[8 * j + 2 * i], sums[8 * j + 2 * i + 1]);
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                    :: "r"(to + 32 * j), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+            }
+            kiln_barrier_arrive(shared.ready);
+            turn ^= 1;
+        } else {
+            #pragma unroll
+            for (int j = 0; j < C::TILE_COLUMNS / 8; j++) {
+                #pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const int row = tile.row + down + 8 * h, column = tile.column + across + 8 * j;
+                    if (row < size.rows && column < size.columns) store(row, column, sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+                }
+            }
+        }
+    }
+}
+
+// The part of those who finish. Each thread has eight neighbouring columns of every LINES-th row, TOGETHER rows at a time: while it
+// computes with some, what it needs besides the product for the next ones is on its way, across the border of tiles too.
+//
+//     load(loaded, k, row, column)                  reads it for row number k of them
+//     points(loaded, down, across, row, column)     computes and stores them: from row `down` and column `across` of the tile on, which
+//                                                   are `row` and `column` of the result
+template <class C, int TOGETHER, class Loaded, class Load, class Points> void kiln_product_finish(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, const Load& load, const Points& points)
+{
+    typedef kiln_product_shared<C> S;
+    constexpr int LINES = S::LINES, EACH = LINES * TOGETHER, BATCHES = (S::TILE_ROWS + EACH - 1) / EACH;
+    const int lane = threadIdx.x < 128 ? threadIdx.x - 32 : threadIdx.x - 288;
+    const int across = lane % S::ACROSS * 8, line = lane / S::ACROSS;
+    kiln_u32 turn = 0;
+    Loaded next;
+    const auto prepare = [&](const kiln_product_tile<C>& tile, int from) {
+        #pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            const int down = from + LINES * k;
+            if (down < S::TILE_ROWS && tile.row + down < size.rows && tile.column + across < size.columns)
+                load(next, k, tile.row + down, tile.column + across);
+        }
+    };
+    kiln_product_tile<C> tile(size);
+    // Threads that are left over when columns are shared out only arrive.
+    const bool works = line < LINES;
+    if (works && tile.exists()) prepare(tile, line);
+    while (tile.exists()) {
+        kiln_product_tile<C> after = tile;
+        after.next();
+        kiln_barrier_wait(shared.ready, turn);
+        if (works) {
+            for (int batch = 0; batch < BATCHES; batch++) {
+                const Loaded now = next;
+                if (batch + 1 < BATCHES) prepare(tile, line + EACH * (batch + 1));
+                else if (after.exists()) prepare(after, line);
+                const int from = line + EACH * batch;
+                if (tile.column + across < size.columns) points(now, from, across, tile.row + from, tile.column + across);
+            }
+        }
+        kiln_barrier_arrive(shared.taken);
+        turn ^= 1;
+        tile = after;
+    }
+}

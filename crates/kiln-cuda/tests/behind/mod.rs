@@ -1,0 +1,139 @@
+//! Steps whose products have something behind them: what users' models have there.
+
+use kiln_graph::Graph;
+
+/// Products of all orientations, one whose result is f32, and one of a slice of a matrix.
+const PRODUCTS: &str = "graph @products {
+  %a = parameter 0 : T[390,200]
+  %b = parameter 1 : T[200,264]
+  %c = parameter 2 : T[264,200]
+  %d = parameter 3 : T[200,392]
+  %x = dot_general %a, %b {a_contract=[1], b_contract=[0]} : T[390,264]
+  %y = dot_general %a, %c {a_contract=[1], b_contract=[1]} : T[390,264]
+  %z = dot_general %d, %b {a_contract=[0], b_contract=[0]} : T[392,264]
+  %w = dot_general %d, %c {a_contract=[0], b_contract=[1]} : T[392,264]
+  %v = dot_general %d, %b {a_contract=[0], b_contract=[0], result=f32} : f32[392,264]
+  %s = slice %a {starts=[0,8], limits=[390,176], steps=[1,1]} : T[390,168]
+  %t = slice %b {starts=[16,64], limits=[184,264], steps=[1,1]} : T[168,200]
+  %u = dot_general %s, %t {a_contract=[1], b_contract=[0]} : T[390,200]
+  return %x, %y, %z, %w, %v, %u
+}";
+
+/// SwiGLU: the second product's epilogue reads the first product. Both are stored for the backward pass.
+const GATED: &str = "graph @gated {
+  %x = parameter 0 : T[8,163,72]
+  %p = parameter 1 : T[72,1288]
+  %q = parameter 2 : T[72,1288]
+  %one = constant 1.0 : f32[]
+  %ones = broadcast %one {dims=[]} : f32[8,163,1288]
+  %gate = dot_general %x, %p {a_contract=[2], b_contract=[0]} : T[8,163,1288]
+  %up = dot_general %x, %q {a_contract=[2], b_contract=[0]} : T[8,163,1288]
+  %g = cast %gate : f32[8,163,1288]
+  %u = cast %up : f32[8,163,1288]
+  %n = neg %g : f32[8,163,1288]
+  %e = exp %n : f32[8,163,1288]
+  %f = add %e, %ones : f32[8,163,1288]
+  %silu = div %g, %f : f32[8,163,1288]
+  %h = mul %silu, %u : f32[8,163,1288]
+  %out = cast %h : T[8,163,1288]
+  return %out, %gate, %up
+}";
+
+/// Both gradients of SwiGLU, of a product that nobody else reads; one takes over an argument's memory.
+const GATED_GRADIENT: &str = "graph @gated_gradient {
+  %dy = parameter 0 : T[1304,72]
+  %w = parameter 1 : T[1288,72]
+  %gate = parameter 2 : T[1304,1288]
+  %up = parameter 3 : T[1304,1288]
+  %one = constant 1.0 : f32[]
+  %ones = broadcast %one {dims=[]} : f32[1304,1288]
+  %dh = dot_general %dy, %w {a_contract=[1], b_contract=[1]} : T[1304,1288]
+  %d = cast %dh : f32[1304,1288]
+  %g = cast %gate : f32[1304,1288]
+  %u = cast %up : f32[1304,1288]
+  %n = neg %g : f32[1304,1288]
+  %e = exp %n : f32[1304,1288]
+  %f = add %e, %ones : f32[1304,1288]
+  %s = recip %f : f32[1304,1288]
+  %gs = mul %g, %s : f32[1304,1288]
+  %du = mul %d, %gs : f32[1304,1288]
+  %dup = cast %du : T[1304,1288]
+  %r = sub %ones, %s : f32[1304,1288]
+  %gr = mul %g, %r : f32[1304,1288]
+  %k = add %ones, %gr : f32[1304,1288]
+  %sk = mul %s, %k : f32[1304,1288]
+  %usk = mul %u, %sk : f32[1304,1288]
+  %dg = mul %d, %usk : f32[1304,1288]
+  %dgate = cast %dg : T[1304,1288]
+  return %dgate (alias 2), %dup
+}";
+
+/// A bias of f32 and exact GELU, with what comes before GELU kept; the product itself is not.
+const BIAS_GELU: &str = "graph @bias_gelu {
+  %x = parameter 0 : T[1302,64]
+  %w = parameter 1 : T[64,1288]
+  %bias = parameter 2 : f32[1288]
+  %half = constant 0.5 : f32[]
+  %root = constant 0.7071067811865476 : f32[]
+  %one = constant 1.0 : f32[]
+  %halves = broadcast %half {dims=[]} : f32[1302,1288]
+  %roots = broadcast %root {dims=[]} : f32[1302,1288]
+  %ones = broadcast %one {dims=[]} : f32[1302,1288]
+  %product = dot_general %x, %w {a_contract=[1], b_contract=[0]} : T[1302,1288]
+  %p = cast %product : f32[1302,1288]
+  %b = broadcast %bias {dims=[1]} : f32[1302,1288]
+  %sum = add %p, %b : f32[1302,1288]
+  %pre = cast %sum : T[1302,1288]
+  %y = cast %pre : f32[1302,1288]
+  %a = mul %y, %roots : f32[1302,1288]
+  %c = erf %a : f32[1302,1288]
+  %d = add %c, %ones : f32[1302,1288]
+  %e = mul %y, %halves : f32[1302,1288]
+  %f = mul %e, %d : f32[1302,1288]
+  %out = cast %f : T[1302,1288]
+  return %pre, %out
+}";
+
+/// A factor for each row, dropout by the step's random numbers, a residual of f32, and a scalar of the step.
+const RESIDUAL: &str = "graph @residual {
+  %x = parameter 0 : T[64,1304]
+  %w = parameter 1 : T[64,1288]
+  %row = parameter 2 : f32[1304]
+  %before = parameter 3 : f32[1304,1288]
+  %scale = scalar 0 : f32[]
+  %seed = scalar 1 : u64[]
+  %stream = scalar 2 : u64[]
+  %product = dot_general %x, %w {a_contract=[0], b_contract=[0]} : T[1304,1288]
+  %p = cast %product : f32[1304,1288]
+  %rows = broadcast %row {dims=[0]} : f32[1304,1288]
+  %scaled = mul %p, %rows : f32[1304,1288]
+  %r = random uniform %seed, %stream : f32[1304,1288]
+  %half = constant 0.5 : f32[]
+  %halves = broadcast %half {dims=[]} : f32[1304,1288]
+  %keeps = compare lt %r, %halves : bool[1304,1288]
+  %kept = cast %keeps : f32[1304,1288]
+  %dropped = mul %scaled, %kept : f32[1304,1288]
+  %s = broadcast %scale {dims=[]} : f32[1304,1288]
+  %more = mul %dropped, %s : f32[1304,1288]
+  %sum = add %before, %more : f32[1304,1288]
+  %out = cast %sum : T[1304,1288]
+  return %out
+}";
+
+/// `text` with elements of `dtype`.
+fn graph(text: &str, dtype: &str) -> Graph {
+    Graph::parse(&text.replace("T[", &format!("{dtype}["))).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Products with nothing behind them.
+pub fn products(dtype: &str) -> Graph {
+    graph(PRODUCTS, dtype)
+}
+
+/// Steps in each of which one product has a nest behind it.
+pub fn nests(dtype: &str) -> Vec<Graph> {
+    [GATED, GATED_GRADIENT, BIAS_GELU, RESIDUAL]
+        .into_iter()
+        .map(|text| graph(text, dtype))
+        .collect()
+}

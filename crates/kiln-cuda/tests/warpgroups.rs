@@ -1,0 +1,99 @@
+//! Products by Kiln's own template for Hopper, with what follows them, on a machine without a GPU: that they are
+//! chosen, that NVRTC compiles them, and that other devices compute the same in two kernels. `device_steps.rs`
+//! runs them.
+
+mod behind;
+mod common;
+
+use kiln_compiler::{Options, compile};
+use kiln_cuda::CudaTarget;
+use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::code::{CallKind, Pointer, StepCode};
+use kiln_cuda::emit::product::warpgroups::Warpgroups;
+use kiln_cuda::testing::host::{Differential, Outcome};
+use kiln_graph::Graph;
+
+fn code(graph: &Graph, warpgroups: Warpgroups) -> StepCode {
+    let target = CudaTarget {
+        warpgroups,
+        ..CudaTarget::default()
+    };
+    compile(graph, &Options::default(), &target).unwrap().code
+}
+
+/// Launches that take matrices of the copy engine, on either side of a choice.
+fn own_products(code: &StepCode) -> usize {
+    let is_own = |call: &CallKind| {
+        matches!(call, CallKind::Launch { arguments, .. }
+            if arguments.iter().any(|argument| matches!(argument, Pointer::Matrix(..))))
+    };
+    let sides = |call: &CallKind| match call {
+        CallKind::Either { own, .. } => own.iter().filter(|call| is_own(call)).count(),
+        call => usize::from(is_own(call)),
+    };
+    code.calls.iter().map(|call| sides(&call.kind)).sum()
+}
+
+#[test]
+fn a_nest_and_its_product_are_one_kernel() {
+    for dtype in ["bf16", "f16"] {
+        for graph in behind::nests(dtype) {
+            let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+            let products = graph.nodes().filter(|(_, node)| node.op.name() == "dot_general").count();
+            assert_eq!(step.schedule.kernels.len(), products, "{}", graph.name);
+            assert_eq!(step.code.calls.len(), products, "{}: {:?}", graph.name, step.code.calls);
+            // A product of less than a GFLOP with nothing behind it is the library's.
+            assert_eq!(own_products(&step.code), 1, "{}", graph.name);
+        }
+    }
+}
+
+#[test]
+fn where_the_template_is_not_product_and_nest_follow_each_other() {
+    for dtype in ["bf16", "f16"] {
+        for graph in behind::nests(dtype) {
+            assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0);
+            let outcome = Differential::new(&graph).check();
+            assert!(matches!(outcome, Ok(Outcome::Same)), "{}: {outcome:?}", graph.name);
+        }
+    }
+}
+
+#[test]
+fn products_alone_are_offered_beside_the_library() {
+    let graph = behind::products("bf16");
+    assert_eq!(own_products(&code(&graph, Warpgroups::Always)), 6);
+    assert_eq!(own_products(&code(&graph, Warpgroups::WherePays)), 0);
+    let odd = "graph @odd {
+      %a = parameter 0 : bf16[390,203]
+      %b = parameter 1 : bf16[203,264]
+      %c = parameter 2 : bf16[200,390]
+      %d = parameter 3 : bf16[390,261]
+      %x = dot_general %a, %b {a_contract=[1], b_contract=[0]} : bf16[390,264]
+      %y = dot_general %c, %d {a_contract=[1], b_contract=[0]} : bf16[200,261]
+      return %x, %y
+    }";
+    // Rows that begin at no multiple of sixteen bytes, and results of no whole vectors.
+    assert_eq!(own_products(&code(&Graph::parse(odd).unwrap(), Warpgroups::Always)), 0);
+    let other = CudaTarget {
+        capability: (8, 0),
+        warpgroups: Warpgroups::Always,
+        ..CudaTarget::default()
+    };
+    let step = compile(&graph, &Options::default(), &other).unwrap();
+    assert_eq!(own_products(&step.code), 0, "an instruction of another generation");
+}
+
+#[test]
+fn nvrtc_compiles_them() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
+    for dtype in ["bf16", "f16"] {
+        let steps = behind::nests(dtype).into_iter().chain([behind::products(dtype)]);
+        for graph in steps {
+            let (sources, _) = code(&graph, Warpgroups::Always).sources();
+            let compiled = compiler.compile(&sources);
+            compiled.unwrap_or_else(|error| panic!("{}: {error}", graph.name));
+        }
+    }
+}
