@@ -158,6 +158,16 @@ pub fn unary(op: UnaryOp, dtype: DType, x: &str) -> String {
     }
 }
 
+/// `op(x)` as [`unary`], by functions that are a little off where there are such.
+pub fn near(op: UnaryOp, dtype: DType, x: &str) -> String {
+    match op {
+        UnaryOp::Exp => format!("kiln_near_exp({x})"),
+        UnaryOp::Recip => format!("kiln_near_reciprocal({x})"),
+        UnaryOp::Sigmoid => format!("kiln_near_sigmoid({x})"),
+        op => unary(op, dtype, x),
+    }
+}
+
 /// The literal of the exponent of an inverse root.
 const INVERSE_ROOT: &str = "(-0.5f)";
 

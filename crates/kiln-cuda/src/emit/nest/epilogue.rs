@@ -5,7 +5,7 @@
 //! is not loaded, but is in the lanes of `product`.
 
 use kiln_compiler::index::{Var, bit};
-use kiln_compiler::schedule::nest::Nest;
+use kiln_compiler::schedule::nest::{Nest, Store};
 use kiln_graph::{Graph, Value};
 
 use super::Argument;
@@ -52,14 +52,19 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: Loops) -> State
     write(graph, &space, value, loops).0
 }
 
+fn nest_stores<'a>(space: &'a Space) -> std::slice::Iter<'a, Store> {
+    space.loops.nest.stores.iter()
+}
+
 /// The statements, and the largest position in them.
 fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statements, i64) {
     let mut writer = Writer::new(graph, space);
     writer.given = Some(value);
+    writer.near = nest_stores(space).all(|store| writer.buffer_dtype(store.buffer).size() == 2);
     writer.several = Some(bit(loops.row.0));
     writer.turns = loops.row.1;
     writer.begin_points();
-    for store in &space.loops.nest.stores {
+    for store in nest_stores(space) {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);

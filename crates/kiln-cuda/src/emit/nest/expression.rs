@@ -61,7 +61,7 @@ impl Writer<'_> {
                 lane: true,
             };
             let dtype = graph.dtype(value);
-            return self.define(dtype, place, &c::widened(dtype, "product.at[l]"));
+            return self.define(dtype, place, "product.wide(l)");
         }
         // A constant may be in memory for a kernel that takes a pointer to it. Here it is part of the text.
         if matches!(graph.def(value).op, Op::Constant { .. }) {
@@ -135,6 +135,7 @@ impl Writer<'_> {
                 let name = |at: usize| registers[at].name.as_str();
                 let of = registers[0].dtype;
                 let text = match op {
+                    Op::Unary(op) if self.near && of.compute() == DType::F32 => c::near(*op, of, name(0)),
                     Op::Unary(op) => c::unary(*op, of, name(0)),
                     Op::Binary(op) => c::binary(*op, of, name(0), name(1)),
                     Op::Compare(op) => c::compare(*op, name(0), name(1)),
@@ -257,7 +258,8 @@ impl Writer<'_> {
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
         let (base, exponent) = power_of_number(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
-        let text = format!("kiln_power_of({}, {})", u.name, s.name);
+        let function = if self.near { "kiln_near_power_of" } else { "kiln_power_of" };
+        let text = format!("{function}({}, {})", u.name, s.name);
         Some(self.define(DType::F32, u.place, &text))
     }
 }

@@ -4,7 +4,7 @@
 use kiln_compiler::index::{Atom, Index, Var};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::nest::Store;
-use kiln_graph::DType;
+use kiln_graph::{DType, Op};
 
 use super::space::{Lanes, Seen, lanes};
 use super::writer::{Key, Place, Register, Writer};
@@ -141,6 +141,11 @@ impl Writer<'_> {
                 format!("{own} = a{at}[{first}];"),
                 own.clone(),
             ),
+            Lanes::Together if self.moves_eight(dtype) => (
+                format!("kiln_eight<{ty}> {name}{turns};"),
+                format!("{own} = kiln_eight<{ty}>(a{at} + ({first}));"),
+                format!("{own}.wide(l)"),
+            ),
             Lanes::Together => {
                 let vector = format!("kiln_lanes<{ty}, {}>", self.width);
                 (
@@ -172,14 +177,35 @@ impl Writer<'_> {
             lines.push(declaration);
             lines.push(fill);
         }
-        self.define(dtype, place, &c::widened(dtype, &element))
+        match element.ends_with(".wide(l)") {
+            true => self.define(dtype, place, &element),
+            false => self.define(dtype, place, &c::widened(dtype, &element)),
+        }
+    }
+
+    /// Whether neighbours of `dtype` are moved as `kiln_eight` does behind products
+    /// (`kernels/product/warpgroups.cuh`).
+    fn moves_eight(&self, dtype: DType) -> bool {
+        self.given.is_some() && self.width == 8 && matches!(dtype, DType::BF16 | DType::F16)
+    }
+
+    /// The register that is stored for `value`: where it is rounded to the buffer's type, what it is rounded from.
+    fn stored_register(&mut self, store: &Store, dtype: DType) -> Register {
+        let rounded = self.eval(store.value, &store.index);
+        let data = self.graph.def(store.value);
+        match data.op {
+            Op::Cast(to) if to == dtype && self.moves_eight(dtype) && self.graph.dtype(data.inputs[0]) == DType::F32 => {
+                self.eval(data.inputs[0], &store.index)
+            }
+            _ => rounded,
+        }
     }
 
     /// Evaluates what `store` stores at the point being written and stores it behind everything that the
     /// point loads.
     pub(super) fn store_point(&mut self, store: &Store) {
-        let register = self.eval(store.value, &store.index);
         let dtype = self.buffer_dtype(store.buffer);
+        let register = self.stored_register(store, dtype);
         let (argument, within) = self.element(store.buffer, &store.position);
         let at = self.target(argument);
         // As for loads, neighbours lie together where the whole position says so.
@@ -193,6 +219,11 @@ impl Writer<'_> {
         if width == 1 {
             self.body.push(format!("const {ty} {name} = {narrowed};"));
             self.stores.push(format!("{address}[{first}] = {name};"));
+        } else if together && self.moves_eight(dtype) {
+            self.loads.push(format!("float {name}[{width}];"));
+            self.body.push(format!("{name}[l] = {x};"));
+            self.stores
+                .push(format!("kiln_store_eight<{ty}>({address} + ({first}), {name});"));
         } else if together {
             self.loads.push(format!("kiln_lanes<{ty}, {width}> {name};"));
             self.body.push(format!("{name}.at[l] = {narrowed};"));

@@ -106,6 +106,9 @@ pub(super) struct Writer<'a> {
     pub(super) tiles: Option<Tiles>,
     /// The value that is not loaded but in the lanes of `product` ([`super::epilogue`]).
     pub(super) given: Option<Value>,
+    /// Whether functions may be a little off, because all results are rounded to 16 bits
+    /// (`kiln_near_exp` of `kernels/product/warpgroups.cuh`).
+    pub(super) near: bool,
 }
 
 impl<'a> Writer<'a> {
@@ -142,6 +145,7 @@ impl<'a> Writer<'a> {
             parts: false,
             tiles: None,
             given: None,
+            near: false,
         }
     }
 

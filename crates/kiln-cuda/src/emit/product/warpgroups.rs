@@ -238,7 +238,7 @@ fn each_row(ty: &str, row_name: &str, statements: &str) -> String {
         "#pragma unroll\nfor (int k = 0; k < {TOGETHER}; k++) {{\n\
          const int line = down + shared.LINES * k;\nconst {ty} {row_name} = row + shared.LINES * k;\n\
          if (line >= shared.TILE_ROWS || {row_name} >= size.rows) break;\n\
-         const auto& product = shared.at(line, across);\n{statements}}}\n"
+         const auto product = shared.at(line, across);\n{statements}}}\n"
     )
 }
 
@@ -252,7 +252,7 @@ fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
         true => {
             let (element, _) = element(product.left.number);
             let store = format!(
-                "*(kiln_lanes<{element}, 8>*)(result + own * (kiln_u64){leading} + column) = product;\n"
+                "product.store(result + own * (kiln_u64){leading} + column);\n"
             );
             let rows = each_row("int", "own", &store);
             Finish {

@@ -23,6 +23,60 @@ struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
 
 struct kiln_product_size { int rows, columns, reach; };
 
+// Eight neighbours of 16 bits, moved at once and widened, or rounded two at a time: one instruction for each, or for two.
+template <class T> struct kiln_eight {
+    uint4 words;
+
+    kiln_eight() {}
+    kiln_eight(const T* from) : words(*(const uint4*)from) {}
+
+    kiln_u32 word(int i) const { return i == 0 ? words.x : i == 1 ? words.y : i == 2 ? words.z : words.w; }
+
+    float wide(int i) const
+    {
+        const kiln_u32 both = word(i / 2);
+        return kiln_widen(T{ (kiln_u16)(i % 2 ? both >> 16 : both) });
+    }
+
+    void store(T* to) const { *(uint4*)to = words; }
+};
+
+template <> inline float kiln_eight<kiln_bf16>::wide(int i) const
+{
+    const kiln_u32 both = word(i / 2);
+    return __uint_as_float(i % 2 ? both & 0xffff0000u : both << 16);
+}
+
+template <class T> void kiln_store_eight(T* to, const float (&x)[8])
+{
+    *(uint4*)to = make_uint4(kiln_pack<T>(x[0], x[1]), kiln_pack<T>(x[2], x[3]), kiln_pack<T>(x[4], x[5]), kiln_pack<T>(x[6], x[7]));
+}
+
+// What a nest computes with whose results are all rounded to 16 bits: instructions with a relative error of 2^-20, that
+// take what is not normal for zero. Warps that finish have no time for the eight to twenty that round correctly.
+inline float kiln_near_exp(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
+    return y;
+}
+
+inline float kiln_near_reciprocal(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+inline float kiln_near_sigmoid(float x) { return kiln_near_reciprocal(1.0f + kiln_near_exp(-x)); }
+
+// As `kiln_power_of`.
+inline float kiln_near_power_of(float u, float s)
+{
+    if (s != -1.0f) return kiln_power_of(u, s);
+    return kiln_near_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
+}
+
 inline kiln_u32 kiln_address_in_shared(const void* at) { return (kiln_u32)__cvta_generic_to_shared(at); }
 
 inline void kiln_barrier_begin(kiln_u32 barrier, int arrivals)
@@ -106,9 +160,9 @@ template <class C> struct kiln_product_shared {
     }
 
     // Eight neighbouring results of a row.
-    const kiln_lanes<typename C::element, 8>& at(int row, int column) const
+    kiln_eight<typename C::element> at(int row, int column) const
     {
-        return *(const kiln_lanes<typename C::element, 8>*)(results + row * PITCH + column * 2);
+        return kiln_eight<typename C::element>((const typename C::element*)(results + row * PITCH + column * 2));
     }
 };
 
