@@ -6,7 +6,8 @@
 //! the argument. An output is therefore paired only with arguments that it is computed from *elementwise*:
 //! through pointwise operations whose operands have the output's own shape. An output that the ranks join from
 //! their shares ([`crate::CollectiveKind::AllGather`]) may overwrite what it replaces as well: the collective reads
-//! no argument, and a compiler orders it behind their readers. Among the possible pairs
+//! no argument, and a compiler orders it behind their readers. So may the rounded result of an update overwrite the
+//! copy of the parameter that it replaces ([`Graph::note_copy`]), which no update reads. Among the possible pairs
 //! [`assign_aliases`] chooses a maximum bipartite matching (by augmenting paths), because an update reads
 //! several candidates (the parameter and both moments), and a greedy choice would leave other outputs
 //! without a buffer.
@@ -100,9 +101,13 @@ fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
         next += 1;
         let node = graph.def(value);
         if let crate::Op::Parameter { index, .. } = node.op {
-            let index = index as usize;
-            if dies.get(index).copied().unwrap_or(false) && graph.ty(value) == ty && !found.contains(&index) {
-                found.push(index);
+            // An updated parameter, rounded, replaces the copy that its owner keeps beside it.
+            for index in [index].into_iter().chain(copies(graph, index)) {
+                let place = index as usize;
+                let dies = dies.get(place).copied().unwrap_or(false);
+                if dies && graph.ty(graph.parameters()[place]) == ty && !found.contains(&place) {
+                    found.push(place);
+                }
             }
         } else if is_joined && leads_to_shares(&node.op) {
             for &operand in &node.inputs {
@@ -119,6 +124,15 @@ fn candidates(graph: &Graph, output: Value, dies: &[bool]) -> Vec<usize> {
         }
     }
     found
+}
+
+/// The arguments that are copies of argument `of`.
+fn copies(graph: &Graph, of: u32) -> impl Iterator<Item = u32> + '_ {
+    let is_copy = move |&value: &Value| match graph.def(value).op {
+        crate::Op::Parameter { index, copy_of, .. } if copy_of == Some(of) => Some(index),
+        _ => None,
+    };
+    graph.parameters().iter().filter_map(is_copy)
 }
 
 /// Whether `output` is joined from the shares of all ranks.
@@ -176,6 +190,33 @@ mod tests {
         assign_aliases(&mut graph, &[true, false, false]);
         let aliases: Vec<_> = graph.outputs.iter().filter_map(|output| output.alias).collect();
         assert_eq!(aliases, [0], "one dying argument serves one output");
+    }
+
+    #[test]
+    fn the_rounded_result_of_an_update_takes_over_the_copy() {
+        let text = "graph @g {
+  %0 = parameter 0 : f32[4]
+  %1 = parameter 1 : f32[4]
+  %2 = parameter 2 {copy_of=0} : bf16[4]
+  %3 = parameter 3 : bf16[4]
+  %4 = sub %0, %1 : f32[4]
+  %5 = cast %4 : bf16[4]
+  %6 = cast %1 : bf16[4]
+  return %4, %5, %6
+}
+";
+        let aliases = |dies: [bool; 4]| {
+            let mut graph = Graph::parse(text).unwrap();
+            assign_aliases(&mut graph, &dies);
+            assert_eq!(crate::verify(&graph), Ok(()));
+            let aliases = graph.outputs.iter().map(|output| output.alias);
+            aliases.collect::<Vec<_>>()
+        };
+        // The third output is not what replaces the fourth argument, as far as the graph says.
+        assert_eq!(aliases([true, false, true, true]), [Some(0), Some(2), None]);
+        assert_eq!(aliases([true, false, false, true]), [Some(0), None, None]);
+        // A caller who keeps the parameter may give up its copy all the same.
+        assert_eq!(aliases([false, false, true, true]), [None, Some(2), None]);
     }
 
     #[test]
