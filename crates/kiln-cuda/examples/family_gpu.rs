@@ -203,7 +203,7 @@ fn main() -> Answer<()> {
             family.stats().builds
         );
         let of = |stages: &[(&'static str, Duration)]| -> String {
-            let wanted = ["samples", "nvrtc", "load", "products", "convolutions"];
+            let wanted = ["samples", "nvrtc", "load", "products", "choices"];
             let own = stages.iter().filter(|(name, _)| wanted.contains(name));
             own.map(|(name, time)| format!(" {name} {:.0}", time.as_secs_f64() * 1e3))
                 .collect()

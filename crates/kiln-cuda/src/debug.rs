@@ -58,7 +58,11 @@ fn calls(code: &StepCode) -> String {
 /// The line of a call behind `start`, or the lines of both sides of one that is decided on the device.
 fn write_call(text: &mut String, code: &StepCode, start: &str, kind: &CallKind) {
     if let CallKind::Either { library, own, trial } = kind {
-        let first = if trial.is_some() { "the faster of: " } else { "cuDNN: " };
+        let first = if trial.is_some() {
+            "the faster of: "
+        } else {
+            "cuDNN: "
+        };
         for (side, calls) in [(first, library), ("or: ", own)] {
             for call in calls {
                 write_call(text, code, &format!("{start}{side}"), call);

@@ -39,9 +39,18 @@ fn a_nest_and_its_product_are_one_kernel() {
     for dtype in ["bf16", "f16"] {
         for graph in behind::nests(dtype) {
             let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
-            let products = graph.nodes().filter(|(_, node)| node.op.name() == "dot_general").count();
+            let products = graph
+                .nodes()
+                .filter(|(_, node)| node.op.name() == "dot_general")
+                .count();
             assert_eq!(step.schedule.kernels.len(), products, "{}", graph.name);
-            assert_eq!(step.code.calls.len(), products, "{}: {:?}", graph.name, step.code.calls);
+            assert_eq!(
+                step.code.calls.len(),
+                products,
+                "{}: {:?}",
+                graph.name,
+                step.code.calls
+            );
             // A product of less than a GFLOP with nothing behind it is the library's.
             assert_eq!(own_products(&step.code), 1, "{}", graph.name);
         }
@@ -54,7 +63,11 @@ fn where_the_template_is_not_product_and_nest_follow_each_other() {
         for graph in behind::nests(dtype) {
             assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0);
             let outcome = Differential::new(&graph).check();
-            assert!(matches!(outcome, Ok(Outcome::Same)), "{}: {outcome:?}", graph.name);
+            assert!(
+                matches!(outcome, Ok(Outcome::Same)),
+                "{}: {outcome:?}",
+                graph.name
+            );
         }
     }
 }
@@ -74,14 +87,21 @@ fn products_alone_are_offered_beside_the_library() {
       return %x, %y
     }";
     // Rows that begin at no multiple of sixteen bytes, and results of no whole vectors.
-    assert_eq!(own_products(&code(&Graph::parse(odd).unwrap(), Warpgroups::Always)), 0);
+    assert_eq!(
+        own_products(&code(&Graph::parse(odd).unwrap(), Warpgroups::Always)),
+        0
+    );
     let other = CudaTarget {
         capability: (8, 0),
         warpgroups: Warpgroups::Always,
         ..CudaTarget::default()
     };
     let step = compile(&graph, &Options::default(), &other).unwrap();
-    assert_eq!(own_products(&step.code), 0, "an instruction of another generation");
+    assert_eq!(
+        own_products(&step.code),
+        0,
+        "an instruction of another generation"
+    );
 }
 
 #[test]

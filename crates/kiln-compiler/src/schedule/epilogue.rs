@@ -176,7 +176,11 @@ pub fn fits(
     }
     let frame = ResultFrame::product(graph, value, dims);
     let placed = frame.place(graph, &nest, value, index);
-    let along: &[Var] = if policy.epilogue_turned { &[COL, ROW] } else { &[COL] };
+    let along: &[Var] = if policy.epilogue_turned {
+        &[COL, ROW]
+    } else {
+        &[COL]
+    };
     vector_variable(graph, &placed, value, along).is_some()
 }
 

@@ -3,14 +3,17 @@
 use std::sync::Arc;
 
 use super::gpu::Gpu;
-use crate::build::Key;
-use crate::code::{CallKind, Function, Pointer, Trial};
+use crate::build::{Key, Source};
+use crate::code::{CallKind, Function, FunctionText, Pointer, StepCode, Trial};
 use crate::error::Result;
+use crate::kernels::PRELUDE;
 use crate::products::{Product, random, time_runs};
-use crate::runtime::{Arguments, Launch, Module};
+use crate::runtime::{Arguments, Launch, Module, Storage};
 
 /// Runs of a kernel of Kiln's own that are timed together at most, as many as of the library's.
 const RUNS: u32 = 10;
+/// What a kernel is called while it is timed.
+const NAME: &str = "trial";
 
 /// Whether the library's side of `either` is taken.
 ///
@@ -74,33 +77,53 @@ fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f3
     }
 }
 
-/// Microseconds of the product by Kiln's own kernel: known, on disk, or measured now.
-fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) -> Result<f32> {
-    let CallKind::Launch {
-        function,
-        grid,
-        shared_bytes,
-        arguments,
-    } = own
-    else {
-        return Ok(f32::INFINITY);
-    };
-    let product = &trial.product;
-    let text = &functions[*function].text;
-    let source = crate::build::Source {
-        name: "trial".into(),
-        text: format!("{}{}", crate::kernels::PRELUDE, text.source("trial", false)),
-    };
-    let description = format!("{product:?} {grid:?} {}", source.text);
-    let key = Key::of(&["own product", &gpu.device().description().name, &description]);
-    gpu.measured(&key, || {
+/// A product's own kernel, with what its time is kept under.
+struct Candidate<'a> {
+    trial: &'a Trial,
+    text: &'a FunctionText,
+    grid: [u32; 3],
+    shared_bytes: u32,
+    arguments: &'a [Pointer],
+    source: Source,
+    key: Key,
+}
+
+impl<'a> Candidate<'a> {
+    fn new(gpu: &Gpu, functions: &'a [Function], trial: &'a Trial, own: &'a CallKind) -> Option<Self> {
+        let CallKind::Launch {
+            function,
+            grid,
+            shared_bytes,
+            arguments,
+        } = own
+        else {
+            return None;
+        };
+        let text = &functions[*function].text;
+        let source = Source {
+            name: NAME.into(),
+            text: format!("{PRELUDE}{}", text.source(NAME, false)),
+        };
+        let description = format!("{:?} {grid:?} {}", trial.product, source.text);
+        Some(Self {
+            trial,
+            text,
+            grid: *grid,
+            shared_bytes: *shared_bytes,
+            arguments,
+            key: Key::of(&["own product", &gpu.device().description().name, &description]),
+            source,
+        })
+    }
+
+    /// Microseconds of the product by this kernel, whose machine code is `image`.
+    fn measure(&self, gpu: &Gpu, image: &[u8]) -> Result<f32> {
         let stream = gpu.stream();
-        let compiled = gpu.compiler().compile(std::slice::from_ref(&source))?;
-        let module = Module::load(gpu.device(), &source.name, &compiled[0].image)?;
-        let memory = Memory::new(gpu, product)?;
+        let module = Module::load(gpu.device(), NAME, image)?;
+        let memory = Memory::new(gpu, &self.trial.product)?;
         let mut given = Arguments::new();
         let mut operands = [&memory.left, &memory.right].into_iter();
-        for argument in arguments {
+        for argument in self.arguments {
             given = match argument {
                 Pointer::Matrix(_, boxes) => match operands.next() {
                     Some(operand) => given.matrix(gpu.device(), operand, 0, boxes)?,
@@ -110,22 +133,63 @@ fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) ->
             };
         }
         let launch = Launch {
-            kernel: module.kernel(&source.name)?,
-            grid: *grid,
-            block: [text.threads, 1, 1],
-            shared_bytes: *shared_bytes,
+            kernel: module.kernel(NAME)?,
+            grid: self.grid,
+            block: [self.text.threads, 1, 1],
+            shared_bytes: self.shared_bytes,
             arguments: given,
         };
         // SAFETY: the kernel computes this product, from operands and into a result of its sizes.
         time_runs(stream, RUNS, None, || unsafe { stream.launch(&launch) })
-    })
+    }
+}
+
+/// Measures the kernels of Kiln's own for all products of `code` whose times are not known: they are compiled at once,
+/// on all cores.
+pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
+    let mut candidates: Vec<Candidate<'_>> = Vec::new();
+    let mut left: Vec<&CallKind> = code.calls.iter().map(|call| &call.kind).collect();
+    while let Some(call) = left.pop() {
+        let CallKind::Either { library, own, trial } = call else {
+            continue;
+        };
+        left.extend(library.iter().chain(own));
+        let (Some(trial), [own]) = (trial, &own[..]) else {
+            continue;
+        };
+        let found = Candidate::new(gpu, &code.functions, trial, own).filter(|_| !trial.always);
+        let is_new = |found: &Candidate<'_>| {
+            gpu.known_time(&found.key).is_none() && candidates.iter().all(|other| other.key != found.key)
+        };
+        candidates.extend(found.filter(is_new));
+    }
+    let sources: Vec<Source> = candidates.iter().map(|it| it.source.clone()).collect();
+    let compiled = gpu.compiler().compile(&sources)?;
+    for (candidate, compiled) in candidates.iter().zip(&compiled) {
+        gpu.keep_time(&candidate.key, candidate.measure(gpu, &compiled.image)?);
+    }
+    Ok(())
+}
+
+/// Microseconds of the product by Kiln's own kernel.
+fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) -> Result<f32> {
+    let Some(candidate) = Candidate::new(gpu, functions, trial, own) else {
+        return Ok(f32::INFINITY);
+    };
+    if let Some(known) = gpu.known_time(&candidate.key) {
+        return Ok(known);
+    }
+    let compiled = gpu.compiler().compile(std::slice::from_ref(&candidate.source))?;
+    let time = candidate.measure(gpu, &compiled[0].image)?;
+    gpu.keep_time(&candidate.key, time);
+    Ok(time)
 }
 
 /// Memory to try a product on.
 struct Memory {
-    left: Arc<crate::runtime::Storage>,
-    right: Arc<crate::runtime::Storage>,
-    result: Arc<crate::runtime::Storage>,
+    left: Arc<Storage>,
+    right: Arc<Storage>,
+    result: Arc<Storage>,
 }
 
 impl Memory {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use kiln_compiler::{CompileError, Contract, ExternCall, Options, compile, identity, log_step, numbered};
 use kiln_graph::{Graph, IndexError};
 
-use super::either;
 use super::bound::{Bound, Chosen, Memory, Parts, Place, Sink, bind};
+use super::either;
 use super::gpu::Gpu;
 use super::guards;
 use super::replayed::{Arrangement, Common, Given, Replayed};
@@ -262,9 +262,10 @@ impl CudaExecutable {
         let mut stages = Vec::new();
         let start = Instant::now();
         ranks(&code, gpu)?;
+        either::measure(gpu, &code)?;
         let (code, refused) = code.decided(|functions, call| either::takes(gpu, functions, call))?;
         name_own_kernels(&code, &mut contract, &refused);
-        stages.push(("convolutions", start.elapsed()));
+        stages.push(("choices", start.elapsed()));
         let start = Instant::now();
         let kernels = load(&code, &contract, gpu)?;
         stages.push(("nvrtc", start.elapsed()));
@@ -783,6 +784,10 @@ impl Backend for Arc<Gpu> {
 
     fn store(&self) -> &Store {
         Gpu::store(self)
+    }
+
+    fn measure(&self, code: &StepCode) -> Result<(), CudaError> {
+        either::measure(self, code)
     }
 
     fn takes(&self, functions: &[Function], either: &CallKind) -> Result<bool, CudaError> {

@@ -29,6 +29,8 @@ pub struct Gpu {
     multiplier: OnceLock<Multiplier>,
     /// The algorithms that were found for products, by their description.
     choices: Mutex<HashMap<Product, Choice>>,
+    /// Microseconds that products take by kernels of Kiln's own.
+    times: Mutex<HashMap<Key, f32>>,
     /// cuDNN, looked for when the first step is compiled; none if the machine has none.
     cudnn: OnceLock<Option<Cudnn>>,
     /// cuDNN on this device, started by the first step with a convolution; none if it does not start.
@@ -97,6 +99,7 @@ impl Gpu {
             device: device.clone(),
             multiplier: OnceLock::new(),
             choices: Mutex::default(),
+            times: Mutex::default(),
             cudnn: OnceLock::new(),
             convolver: OnceLock::new(),
             plans: Mutex::default(),
@@ -301,20 +304,25 @@ impl Gpu {
         Ok(choice)
     }
 
-    /// A time in microseconds: known from disk, or measured now.
-    ///
-    /// # Errors
-    /// Those of `measure`.
-    pub(super) fn measured(&self, key: &Key, measure: impl FnOnce() -> Result<f32>) -> Result<f32> {
-        let stored = self.store.get(key);
-        if let Some(known) = stored.and_then(|found| serde_json::from_slice(&found.content).ok()) {
-            return Ok(known);
+    /// The microseconds of a kernel, if they were measured before, by this process or by an earlier one.
+    pub(super) fn known_time(&self, key: &Key) -> Option<f32> {
+        let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&known) = times.get(key) {
+            return Some(known);
         }
-        let time = measure()?;
-        if let Ok(bytes) = serde_json::to_vec(&time) {
+        let stored = self.store.get(key)?;
+        let known = serde_json::from_slice(&stored.content).ok()?;
+        times.insert(*key, known);
+        Some(known)
+    }
+
+    /// Keeps the microseconds of a kernel.
+    pub(super) fn keep_time(&self, key: &Key, microseconds: f32) {
+        let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
+        times.insert(*key, microseconds);
+        if let Ok(bytes) = serde_json::to_vec(&microseconds) {
             self.store.put(key, &bytes, "time of a kernel", "");
         }
-        Ok(time)
     }
 
     /// cuDNN on this device, if it starts. It finds cuBLASLt only where that was opened before.

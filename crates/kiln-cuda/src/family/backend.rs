@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use crate::build::{Compiler, Cubin, Source, Store};
-use crate::code::{CallKind, Function};
+use crate::code::{CallKind, Function, StepCode};
 use crate::error::Result;
 use crate::runtime::{Device, Kernel, Module};
 
@@ -61,6 +61,15 @@ pub trait Backend: Sync {
 
     /// Where steps and templates are kept.
     fn store(&self) -> &Store;
+
+    /// Measures what [`Backend::takes`] will compare, for all calls of `code`.
+    ///
+    /// # Errors
+    /// Those of compiling and of the device.
+    fn measure(&self, code: &StepCode) -> Result<()> {
+        let _ = code;
+        Ok(())
+    }
 
     /// Whether the library's side of a [`CallKind::Either`] is taken ([`crate::code::StepCode::decided`]).
     ///

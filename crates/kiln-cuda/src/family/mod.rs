@@ -164,9 +164,10 @@ impl<B: Backend> CudaMaker<B> {
         from_cache: bool,
     ) -> Result<Planned, StepError> {
         let start = Instant::now();
+        self.backend.measure(&code)?;
         let (code, refused) = code.decided(|functions, either| self.backend.takes(functions, either))?;
         name_own_kernels(&code, &mut contract, &refused);
-        stages.push(("convolutions", start.elapsed()));
+        stages.push(("choices", start.elapsed()));
         Ok(Planned {
             functions: functions(&code),
             code,

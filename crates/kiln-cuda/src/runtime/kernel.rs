@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::device::Device;
 use super::storage::Storage;
 use super::stream::Stream;
-use crate::error::{CudaError, Result};
 use crate::code::Boxes;
+use crate::error::{CudaError, Result};
 use crate::products::Number;
 use crate::sys::driver::{CUfunction, CUmodule, TensorMap, function_attribute, result, tensor_map};
 
@@ -271,14 +271,23 @@ impl Arguments {
     /// # Errors
     /// [`CudaError::Driver`] where the engine does not take such a matrix: its rows begin at no multiples of 16
     /// bytes. [`CudaError::Lost`].
-    pub fn matrix(mut self, device: &Device, storage: &Arc<Storage>, offset: usize, boxes: &Boxes) -> Result<Self> {
+    pub fn matrix(
+        mut self,
+        device: &Device,
+        storage: &Arc<Storage>,
+        offset: usize,
+        boxes: &Boxes,
+    ) -> Result<Self> {
         let number = match boxes.number {
             Number::F16 => tensor_map::FLOAT16,
             _ => tensor_map::BFLOAT16,
         };
         let mut map = TensorMap([0; 16]);
         let address = storage.address() + offset as u64;
-        let (extents, strides) = ([boxes.inner, boxes.outer], [boxes.leading * boxes.number.bytes() as u64]);
+        let (extents, strides) = (
+            [boxes.inner, boxes.outer],
+            [boxes.leading * boxes.number.bytes() as u64],
+        );
         let (wide, steps) = ([boxes.wide, boxes.tall], [1, 1]);
         device.enter()?;
         // SAFETY: all pointers are to values on this stack, of the lengths of two dimensions; the address is only
@@ -299,7 +308,9 @@ impl Arguments {
                 0,
             )
         };
-        device.check("cuTensorMapEncodeTiled", code, || format!("describing a matrix: {boxes:?}"))?;
+        device.check("cuTensorMapEncodeTiled", code, || {
+            format!("describing a matrix: {boxes:?}")
+        })?;
         self.storages.push(storage.clone());
         let bytes: Vec<u8> = map.0.iter().flat_map(|word| word.to_ne_bytes()).collect();
         Ok(self.raw(&bytes))

@@ -258,7 +258,11 @@ impl Writer<'_> {
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
         let (base, exponent) = power_of_number(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
-        let function = if self.near { "kiln_near_power_of" } else { "kiln_power_of" };
+        let function = if self.near {
+            "kiln_near_power_of"
+        } else {
+            "kiln_power_of"
+        };
         let text = format!("{function}({}, {})", u.name, s.name);
         Some(self.define(DType::F32, u.place, &text))
     }

@@ -194,7 +194,11 @@ impl Writer<'_> {
         let rounded = self.eval(store.value, &store.index);
         let data = self.graph.def(store.value);
         match data.op {
-            Op::Cast(to) if to == dtype && self.moves_eight(dtype) && self.graph.dtype(data.inputs[0]) == DType::F32 => {
+            Op::Cast(to)
+                if to == dtype
+                    && self.moves_eight(dtype)
+                    && self.graph.dtype(data.inputs[0]) == DType::F32 =>
+            {
                 self.eval(data.inputs[0], &store.index)
             }
             _ => rounded,

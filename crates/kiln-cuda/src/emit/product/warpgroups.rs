@@ -91,7 +91,11 @@ impl Case {
     }
 
     fn results(self) -> u64 {
-        if self.finishes { TILE_ROWS * (self.columns * 2 + 16) } else { 0 }
+        if self.finishes {
+            TILE_ROWS * (self.columns * 2 + 16)
+        } else {
+            0
+        }
     }
 
     fn stages(self) -> u64 {
@@ -131,9 +135,13 @@ fn is_taken(product: &Product, starts: [usize; 3]) -> bool {
         && product.scalars == ScalarsFrom::Product
         && product.epilogue == Epilogue::None
         && product.n.is_multiple_of(NEIGHBOURS)
-        && [product.left.leading, product.right.leading, product.result.leading]
-            .iter()
-            .all(|leading| leading.is_multiple_of(NEIGHBOURS))
+        && [
+            product.left.leading,
+            product.right.leading,
+            product.result.leading,
+        ]
+        .iter()
+        .all(|leading| leading.is_multiple_of(NEIGHBOURS))
         && starts.iter().all(|start| start.is_multiple_of(16))
         && extents.iter().all(|&extent| extent > 0 && extent < 1 << 30)
 }
@@ -148,7 +156,9 @@ fn element(number: Number) -> (&'static str, &'static str) {
 
 /// The matrices of a product as the copy engine takes them, tile by tile.
 fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
-    let Product { m, n, k, left, right, .. } = product;
+    let Product {
+        m, n, k, left, right, ..
+    } = product;
     // A turned operand comes in blocks of 64 of its rows (or columns).
     let of = |inner: u64, outer: u64, leading: u64, tall: u64| Boxes {
         number: left.number,
@@ -183,7 +193,13 @@ struct Finish {
 }
 
 /// The launch of a product of `case`.
-fn launch(product: &Product, operands: [(Buffer, usize); 2], case: Case, processors: u32, finish: Finish) -> Launch {
+fn launch(
+    product: &Product,
+    operands: [(Buffer, usize); 2],
+    case: Case,
+    processors: u32,
+    finish: Finish,
+) -> Launch {
     let (element, instruction) = element(product.left.number);
     let mut helpers = format!(
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
@@ -253,9 +269,7 @@ fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
     let finish = match finishes {
         true => {
             let (element, _) = element(product.left.number);
-            let store = format!(
-                "product.store(result + own * (kiln_u64){leading} + column);\n"
-            );
+            let store = format!("product.store(result + own * (kiln_u64){leading} + column);\n");
             let rows = each_row("int", "own", &store);
             Finish {
                 helpers: "struct @_loaded {};\n".into(),
@@ -271,7 +285,9 @@ fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
         }
         false => Finish {
             helpers: String::new(),
-            store: format!("*(float2*)(result + row * (kiln_u64){leading} + column) = make_float2(first, second);"),
+            store: format!(
+                "*(float2*)(result + row * (kiln_u64){leading} + column) = make_float2(first, second);"
+            ),
             finish: String::new(),
             parameters: vec!["float* result".into()],
             arguments,
@@ -289,7 +305,10 @@ pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
         Warpgroups::Always => true,
         Warpgroups::Never => false,
     };
-    if !tried || options.capability != CAPABILITY || !is_taken(product, [call.left.1, call.right.1, call.result.1]) {
+    if !tried
+        || options.capability != CAPABILITY
+        || !is_taken(product, [call.left.1, call.right.1, call.result.1])
+    {
         return Call::Product(Box::new(call));
     }
     let columns = columns(product, WIDTHS, options.processors);
@@ -298,12 +317,22 @@ pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
         product: product.clone(),
         always: options.warpgroups == Warpgroups::Always,
     };
-    Call::Either(vec![Call::Product(Box::new(call))], vec![Call::Launch(own)], Some(Box::new(trial)))
+    Call::Either(
+        vec![Call::Product(Box::new(call))],
+        vec![Call::Launch(own)],
+        Some(Box::new(trial)),
+    )
 }
 
 /// The product `node` with `nest` behind it; none if the template does not compute it, or would leave most
 /// of the device idle.
-fn together(graph: &Graph, kernel: &Kernel, node: Node, nest: &Nest, options: &EmitOptions<'_>) -> Option<Launch> {
+fn together(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    nest: &Nest,
+    options: &EmitOptions<'_>,
+) -> Option<Launch> {
     let Op::DotGeneral(dims) = &graph.node(node).op else {
         return None;
     };
@@ -332,21 +361,44 @@ fn together(graph: &Graph, kernel: &Kernel, node: Node, nest: &Nest, options: &E
     }
     let product = &call.product;
     let columns = columns(product, WIDTHS_WITH_NEST, options.processors);
-    let case = Case { columns, finishes: true };
+    let case = Case {
+        columns,
+        finishes: true,
+    };
     let loops = Loops {
         row: (ROW, TOGETHER),
         column: (COL, NEIGHBOURS as i64),
     };
     let finish = finish(&statements(graph, &placed, value, loops));
-    Some(launch(product, [call.left, call.right], case, options.processors, finish))
+    Some(launch(
+        product,
+        [call.left, call.right],
+        case,
+        options.processors,
+        finish,
+    ))
 }
 
 /// The warps that finish, with the statements of a nest.
 fn finish(nest: &Statements) -> Finish {
-    let Statements { index, top, load, shared, points, .. } = nest;
-    let members: String = nest.loaded.iter().map(|(declaration, _)| format!("{declaration}\n")).collect();
+    let Statements {
+        index,
+        top,
+        load,
+        shared,
+        points,
+        ..
+    } = nest;
+    let members: String = nest
+        .loaded
+        .iter()
+        .map(|(declaration, _)| format!("{declaration}\n"))
+        .collect();
     let names = |constant: &str| -> String {
-        let each = nest.loaded.iter().map(|(_, name)| format!("{constant}auto& {name} = loaded.{name};\n"));
+        let each = nest
+            .loaded
+            .iter()
+            .map(|(_, name)| format!("{constant}auto& {name} = loaded.{name};\n"));
         each.collect()
     };
     let [to, from] = [names(""), names("const ")];
@@ -432,7 +484,10 @@ fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
             }
         }
         Call::Either(library, own, _) => {
-            library.iter_mut().chain(own).for_each(|call| in_working_memory(call, buffer, at));
+            library
+                .iter_mut()
+                .chain(own)
+                .for_each(|call| in_working_memory(call, buffer, at));
         }
         _ => {}
     }
