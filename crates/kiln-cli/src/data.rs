@@ -21,6 +21,10 @@ use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
 use crate::model::{Batch, Family};
 
+/// Most threads that decode images. One decoded and cropped 290 of 400 by 300 pixels a second, where a step of resnet50 on an
+/// H100 takes some 2,100.
+const MOST_THREADS: usize = 16;
+
 /// A batch of any source, in memory.
 #[derive(Clone, Debug)]
 pub enum HostBatch {
@@ -34,7 +38,7 @@ pub enum HostBatch {
 
 impl HostBatch {
     /// The batch as tensors.
-    pub fn tensors<B: Backend>(&self, device: &B::Device) -> Batch<B> {
+    pub fn tensors<B: Backend>(self, device: &B::Device) -> Batch<B> {
         match self {
             Self::Windows(batch) => {
                 let (inputs, targets) = batch.tensors(device);
@@ -52,7 +56,7 @@ impl HostBatch {
                 }
             }
             Self::Images(batch) => {
-                let (pixels, labels) = batch.tensors(device);
+                let (pixels, labels) = batch.into_tensors(device);
                 Batch::Images { pixels, labels }
             }
         }
@@ -223,6 +227,17 @@ fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {
     )))
 }
 
+/// Threads that decode and augment images: a few where the step runs on a GPU, and one beside a step that needs the
+/// cores.
+fn threads(config: &Config) -> usize {
+    let is_on_gpu = config.train.device.starts_with("cuda");
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    match (is_on_gpu, config.data.source) {
+        (true, DataSource::Images) => cores.min(MOST_THREADS),
+        _ => 1,
+    }
+}
+
 /// Loaders for training and evaluation with one way to make batches.
 fn loaders<D: Dataset, C: Collate<D::Item, Batch = HostBatch>>(
     config: &Config,
@@ -231,14 +246,17 @@ fn loaders<D: Dataset, C: Collate<D::Item, Batch = HostBatch>>(
     collate: impl Fn() -> C,
 ) -> (Box<dyn Open>, Option<Box<dyn Open>>) {
     let size = config.train.batch_size;
-    let train: Box<dyn Open> = Box::new(Loader::new(train, collate(), size).with_seed(config.seed));
+    let threads = threads(config);
+    let train = Loader::new(train, collate(), size).with_seed(config.seed);
+    let train: Box<dyn Open> = Box::new(train.with_threads(threads));
     let evaluation = evaluation
         .filter(|dataset| !dataset.is_empty())
         .map(|dataset| -> Box<dyn Open> {
             // One shape, so one compiled evaluation: an incomplete last batch is left out unless it is the
             // only one.
             let size = size.min(dataset.len());
-            Box::new(Loader::evaluation(dataset, collate(), size).with_drop_last(true))
+            let loader = Loader::evaluation(dataset, collate(), size).with_drop_last(true);
+            Box::new(loader.with_threads(threads))
         });
     (train, evaluation)
 }

@@ -137,31 +137,47 @@ fn prefetch_is_bounded_and_dropping_stops_it() {
 
 #[test]
 fn failures_reach_the_consumer_and_end_the_run() {
-    for prefetch in [0, 2] {
+    for (prefetch, threads) in [(0, 1), (2, 1), (2, 3)] {
         let failing = Numbers {
             fail_at: Some(5),
             ..Numbers::new(8)
         };
         let loader = Loader::new(failing, Ok as AsTheyAre, 2).with_shuffle(false);
-        let mut batches = loader.with_prefetch(prefetch).start().unwrap();
+        let loader = loader.with_threads(threads).with_prefetch(prefetch);
+        let mut batches = loader.start().unwrap();
         assert_eq!(take(&mut batches, 2).len(), 2);
         assert!(matches!(batches.next(), Some(Err(DataError::Setting(_)))));
         assert!(batches.next().is_none());
         assert_eq!(batches.state().batch, 2, "the failed batch does not count");
     }
-    let panicking = Numbers {
-        panic_at: Some(3),
-        ..Numbers::new(8)
+    for threads in [1, 3] {
+        let panicking = Numbers {
+            panic_at: Some(3),
+            ..Numbers::new(8)
+        };
+        let loader = Loader::new(panicking, Ok as AsTheyAre, 2).with_shuffle(false);
+        let mut batches = loader.with_threads(threads).start().unwrap();
+        assert!(batches.next().unwrap().is_ok());
+        let error = batches.next().unwrap().unwrap_err();
+        assert!(
+            matches!(&error, DataError::Worker(text) if text.contains("item 3 panics")),
+            "{error}"
+        );
+        assert!(batches.next().is_none());
+    }
+}
+
+#[test]
+fn several_threads_make_the_batches_of_one() {
+    let batches = |threads| {
+        let loader = Loader::new(Numbers::new(50), Ok as AsTheyAre, 7).with_seed(3);
+        take(&mut loader.with_threads(threads).start().unwrap(), 20)
     };
-    let loader = Loader::new(panicking, Ok as AsTheyAre, 2).with_shuffle(false);
-    let mut batches = loader.start().unwrap();
-    assert!(batches.next().unwrap().is_ok());
-    let error = batches.next().unwrap().unwrap_err();
-    assert!(
-        matches!(&error, DataError::Worker(text) if text.contains("item 3 panics")),
-        "{error}"
-    );
-    assert!(batches.next().is_none());
+    let one = batches(1);
+    assert_eq!(one.len(), 20);
+    for threads in [0, 2, 5] {
+        assert_eq!(batches(threads), one, "{threads} threads");
+    }
 }
 
 #[test]

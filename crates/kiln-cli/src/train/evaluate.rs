@@ -59,6 +59,7 @@ impl Evaluator {
         let (mut sum, mut count, mut right, mut examples) = (0.0, 0usize, 0usize, 0usize);
         for batch in batches.take(self.most) {
             let batch = batch?;
+            let labels = batch.labels().to_vec();
             let input = batch.tensors::<Kiln>(&device);
             let (loss, logits) = self.region.run(|| model.evaluate(input))?;
             let unreadable = |error| CliError::Usage(format!("the evaluation cannot be read: {error}"));
@@ -80,7 +81,7 @@ impl Evaluator {
                     .chunks(classes.max(1))
                     .map(|row| (0..row.len()).max_by(|&a, &b| row[a].total_cmp(&row[b])));
                 right += likeliest
-                    .zip(batch.labels())
+                    .zip(&labels)
                     .filter(|(found, label)| *found == usize::try_from(**label).ok())
                     .count();
                 examples += rows;

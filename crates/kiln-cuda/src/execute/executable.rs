@@ -709,6 +709,11 @@ impl CudaExecutable {
     /// Waits for the step and says whether an index was out of range.
     pub(super) fn look_at_checks(&self, memory: &Memory<'_>) -> Result<(), StepError> {
         let stream = self.gpu.stream();
+        if self.contract.checks.is_empty() {
+            // Nobody writes the mark, not even a zero.
+            stream.synchronize()?;
+            return self.check_ranks();
+        }
         let mut mark = [0; 4];
         stream.read(memory.stopped, 0, &mut mark)?;
         self.check_ranks()?;

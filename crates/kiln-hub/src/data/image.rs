@@ -261,9 +261,14 @@ impl ImageBatch {
 
     /// Pixels as a float tensor `[rows, 3, height, width]` and labels as an int tensor `[rows]`.
     pub fn tensors<B: Backend>(&self, device: &B::Device) -> (Tensor<B, 4>, Tensor<B, 1, Int>) {
+        self.clone().into_tensors(device)
+    }
+
+    /// As [`ImageBatch::tensors`], without a copy of the pixels.
+    pub fn into_tensors<B: Backend>(self, device: &B::Device) -> (Tensor<B, 4>, Tensor<B, 1, Int>) {
         let rows = self.labels.len();
-        let pixels = TensorData::new(self.pixels.clone(), [rows, 3, self.height, self.width]);
-        let labels = TensorData::new(self.labels.clone(), [rows]);
+        let pixels = TensorData::new(self.pixels, [rows, 3, self.height, self.width]);
+        let labels = TensorData::new(self.labels, [rows]);
         (
             Tensor::from_data(pixels, device),
             Tensor::from_data(labels, device),

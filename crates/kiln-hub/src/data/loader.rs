@@ -5,13 +5,15 @@
 //! the batch within it, and resuming is computing the permutation again and starting there.
 //!
 //! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading,
-//! decoding and augmenting overlap with the training step. The position is counted where batches are *taken*:
+//! decoding and augmenting overlap with the training step; several threads may prepare the examples of one. The position is counted where batches are *taken*:
 //! what was prepared but not yet used does not count, and is prepared again after a resume.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::JoinHandle;
 
+use rayon::ThreadPool;
+use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::error::DataError;
@@ -85,6 +87,7 @@ pub struct Loader<D, C> {
     drop_last: bool,
     epochs: Option<u64>,
     prefetch: usize,
+    threads: usize,
 }
 
 impl<D, C> Clone for Loader<D, C> {
@@ -99,7 +102,7 @@ impl<D, C> Clone for Loader<D, C> {
 
 impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     /// A loader that shuffles with seed 0, drops an incomplete last batch (a compiled step wants one shape),
-    /// repeats for ever, and prepares two batches ahead.
+    /// repeats for ever, and prepares two batches ahead on one thread.
     pub fn new(dataset: D, collate: C, batch_size: usize) -> Self {
         Self {
             dataset: Arc::new(dataset),
@@ -110,6 +113,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             drop_last: true,
             epochs: None,
             prefetch: 2,
+            threads: 1,
         }
     }
 
@@ -152,6 +156,13 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
         self
     }
 
+    /// How many threads prepare the examples of a batch, which are the same with any number; 0 is 1. Images that are
+    /// decoded for a GPU want some: one thread decodes a few hundred a second. A step on a CPU needs the cores itself.
+    pub fn with_threads(mut self, threads: usize) -> Self {
+        self.threads = threads;
+        self
+    }
+
     /// The dataset.
     pub fn dataset(&self) -> &D {
         &self.dataset
@@ -189,7 +200,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     ///
     /// # Errors
     /// [`DataError::Resume`] if the state is of other data, another batch size or another seed;
-    /// [`DataError::Setting`] if no epoch would have a batch.
+    /// [`DataError::Setting`] if no epoch would have a batch; [`DataError::Worker`] if a thread cannot be started.
     pub fn resume(&self, mut state: LoaderState) -> Result<Batches<C::Batch>, DataError> {
         let per_epoch = self.batches_per_epoch() as u64;
         if per_epoch == 0 {
@@ -223,11 +234,22 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             });
         }
         normalise(&mut state, per_epoch);
+        let workers = match self.threads {
+            0 | 1 => None,
+            threads => {
+                let pool = rayon::ThreadPoolBuilder::new()
+                    .num_threads(threads)
+                    .thread_name(|number| format!("kiln-data-{number}"))
+                    .build();
+                Some(pool.map_err(|error| DataError::Worker(error.to_string()))?)
+            }
+        };
         let producer = Producer {
             loader: self.clone(),
             state,
             per_epoch,
             order: None,
+            workers,
         };
         let source = match self.prefetch {
             0 => Source::Inline(Box::new(producer)),
@@ -267,6 +289,8 @@ struct Producer<D, C> {
     per_epoch: u64,
     /// The order of an epoch, kept while it lasts.
     order: Option<(u64, Vec<usize>)>,
+    /// Threads that prepare examples, if there are several.
+    workers: Option<ThreadPool>,
 }
 
 /// The producer as the consumer sees it when there is no thread.
@@ -293,13 +317,19 @@ impl<D: Dataset, C: Collate<D::Item>> Produce<C::Batch> for Producer<D, C> {
         let size = self.loader.batch_size;
         let from = self.state.batch as usize * size;
         let indices = &order[from..(from + size).min(order.len())];
-        let items = indices.iter().map(|&index| {
+        let item = |&index: &usize| {
             let mut rng = Rng::at(&[self.loader.seed, epoch, index as u64]);
             self.loader.dataset.item(index, &mut rng)
-        });
-        let batch = items
-            .collect::<Result<Vec<_>, _>>()
-            .and_then(|items| self.loader.collate.collate(items));
+        };
+        let items: Result<Vec<D::Item>, DataError> = match &self.workers {
+            None => indices.iter().map(item).collect(),
+            Some(workers) => {
+                let all: Vec<_> = workers.install(|| indices.par_iter().map(item).collect());
+                // The first error is that of the first example, as on one thread.
+                all.into_iter().collect()
+            }
+        };
+        let batch = items.and_then(|items| self.loader.collate.collate(items));
         self.state.batch += 1;
         normalise(&mut self.state, self.per_epoch);
         Some(batch)
