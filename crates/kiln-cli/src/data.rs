@@ -21,8 +21,8 @@ use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
 use crate::model::{Batch, Family};
 
-/// Most threads that decode images. One decoded and cropped 290 of 400 by 300 pixels a second, where a step of resnet50 on an
-/// H100 takes some 2,100.
+/// Most threads that decode images. One decoded and cropped 290 of 400 by 300 pixels a second, where a step
+/// of resnet50 on an H100 takes some 2,100.
 const MOST_THREADS: usize = 16;
 
 /// A batch of any source, in memory.
@@ -227,8 +227,8 @@ fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {
     )))
 }
 
-/// Threads that decode and augment images: a few where the step runs on a GPU, and one beside a step that needs the
-/// cores.
+/// Threads that decode and augment images: a few where the step runs on a GPU, and one beside a step that
+/// needs the cores.
 fn threads(config: &Config) -> usize {
     let is_on_gpu = config.train.device.starts_with("cuda");
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

@@ -1,16 +1,16 @@
 //! Aliases: which output may overwrite which argument's buffer.
 //!
 //! An argument that the program drops during the step (a parameter replaced by its update, a moment, a
-//! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments
-//! with outputs of the same type. An executor can only use a pair if it may write the output while it reads
-//! the argument. An output is therefore paired only with arguments that it is computed from *elementwise*:
-//! through pointwise operations whose operands have the output's own shape. An output that the ranks join from
-//! their shares ([`crate::CollectiveKind::AllGather`]) may overwrite what it replaces as well: the collective reads
-//! no argument, and a compiler orders it behind their readers. So may the rounded result of an update overwrite the
-//! copy of the parameter that it replaces ([`Graph::note_copy`]), which no update reads. Among the possible pairs
-//! [`assign_aliases`] chooses a maximum bipartite matching (by augmenting paths), because an update reads
-//! several candidates (the parameter and both moments), and a greedy choice would leave other outputs
-//! without a buffer.
+//! running mean) leaves a buffer of just the right size behind. [`assign_aliases`] pairs such arguments with
+//! outputs of the same type. An executor can only use a pair if it may write the output while it reads the
+//! argument. An output is therefore paired only with arguments that it is computed from *elementwise*:
+//! through pointwise operations whose operands have the output's own shape. An output that the ranks join
+//! from their shares ([`crate::CollectiveKind::AllGather`]) may overwrite what it replaces as well: the
+//! collective reads no argument, and a compiler orders it behind their readers. So may the rounded result of
+//! an update overwrite the copy of the parameter that it replaces ([`Graph::note_copy`]), which no update
+//! reads. Among the possible pairs [`assign_aliases`] chooses a maximum bipartite matching (by augmenting
+//! paths), because an update reads several candidates (the parameter and both moments), and a greedy choice
+//! would leave other outputs without a buffer.
 
 use crate::{Graph, Value};
 

@@ -1,7 +1,8 @@
 //! Emit: from a schedule and a plan to functions in CUDA C++ and calls.
 //!
-//! Each kernel of the schedule becomes one or more calls. Functions take pointers, so kernels of equal text (the layers of a model) are one function called
-//! several times. [`generate`] says how each kind of kernel is computed; [`step`] puts the calls of a step together.
+//! Each kernel of the schedule becomes one or more calls. Functions take pointers, so kernels of equal text
+//! (the layers of a model) are one function called several times. [`generate`] says how each kind of kernel
+//! is computed; [`step`] puts the calls of a step together.
 //!
 //! | kernel | computed by |
 //! | --- | --- |
@@ -110,7 +111,8 @@ pub struct ConvolutionCall {
 pub struct PaddedProduct {
     /// The product, as the matrices lie there.
     pub call: ProductCall,
-    /// Where in working memory the left operand, the right operand and the result are instead of in their buffers.
+    /// Where in working memory the left operand, the right operand and the result are instead of in their
+    /// buffers.
     pub copies: [Option<usize>; 3],
 }
 
@@ -123,8 +125,8 @@ pub enum Call {
     Product(Box<ProductCall>),
     /// A convolution.
     Convolution(Box<ConvolutionCall>),
-    /// The first calls where a library is faster (and takes their convolutions), the others elsewhere; and what is
-    /// timed for a product.
+    /// The first calls where a library is faster (and takes their convolutions), the others elsewhere; and
+    /// what is timed for a product.
     Either(Vec<Call>, Vec<Call>, Option<Box<Trial>>),
     /// A product on copies of matrices.
     Padded(Box<PaddedProduct>),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::gpu::Gpu;
 use crate::build::{Key, Source};
 use crate::code::{CallKind, Function, FunctionText, Pointer, StepCode, Trial};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::kernels::PRELUDE;
 use crate::products::{Product, random, time_runs};
 use crate::runtime::{Arguments, Launch, Module, Storage};
@@ -17,8 +17,9 @@ const NAME: &str = "trial";
 
 /// Whether the library's side of `either` is taken.
 ///
-/// A product goes to the faster of cuBLASLt and Kiln's own kernel. A convolution that is a product of matrices goes
-/// to the faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN refuses.
+/// A product goes to the faster of cuBLASLt and Kiln's own kernel. A convolution that is a product of
+/// matrices goes to the faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN
+/// refuses.
 pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Result<bool> {
     let CallKind::Either { library, own, trial } = either else {
         return Ok(true);
@@ -144,8 +145,8 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Measures the kernels of Kiln's own for all products of `code` whose times are not known: they are compiled at once,
-/// on all cores.
+/// Measures the kernels of Kiln's own for all products of `code` whose times are not known: they are compiled
+/// at once, on all cores.
 pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     let mut candidates: Vec<Candidate<'_>> = Vec::new();
     let mut left: Vec<&CallKind> = code.calls.iter().map(|call| &call.kind).collect();
@@ -166,7 +167,9 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     let sources: Vec<Source> = candidates.iter().map(|it| it.source.clone()).collect();
     let compiled = gpu.compiler().compile(&sources)?;
     for (candidate, compiled) in candidates.iter().zip(&compiled) {
-        gpu.keep_time(&candidate.key, candidate.measure(gpu, &compiled.image)?);
+        if let Some(time) = if_there_is_memory(candidate.measure(gpu, &compiled.image))? {
+            gpu.keep_time(&candidate.key, time);
+        }
     }
     Ok(())
 }
@@ -180,9 +183,21 @@ fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) ->
         return Ok(known);
     }
     let compiled = gpu.compiler().compile(std::slice::from_ref(&candidate.source))?;
-    let time = candidate.measure(gpu, &compiled[0].image)?;
+    // A kernel that could not be tried is not taken.
+    let Some(time) = if_there_is_memory(candidate.measure(gpu, &compiled[0].image))? else {
+        return Ok(f32::INFINITY);
+    };
     gpu.keep_time(&candidate.key, time);
     Ok(time)
+}
+
+/// The time; none if there was no memory for operands to measure it on.
+fn if_there_is_memory(measured: Result<f32>) -> Result<Option<f32>> {
+    match measured {
+        Ok(time) => Ok(Some(time)),
+        Err(CudaError::OutOfMemory { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
 }
 
 /// Memory to try a product on.

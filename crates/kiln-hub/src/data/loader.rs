@@ -5,8 +5,9 @@
 //! the batch within it, and resuming is computing the permutation again and starting there.
 //!
 //! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading,
-//! decoding and augmenting overlap with the training step; several threads may prepare the examples of one. The position is counted where batches are *taken*:
-//! what was prepared but not yet used does not count, and is prepared again after a resume.
+//! decoding and augmenting overlap with the training step; several threads may prepare the examples of one.
+//! The position is counted where batches are *taken*: what was prepared but not yet used does not count, and
+//! is prepared again after a resume.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, sync_channel};
@@ -156,8 +157,9 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
         self
     }
 
-    /// How many threads prepare the examples of a batch, which are the same with any number; 0 is 1. Images that are
-    /// decoded for a GPU want some: one thread decodes a few hundred a second. A step on a CPU needs the cores itself.
+    /// How many threads prepare the examples of a batch, which are the same with any number; 0 is 1. Images
+    /// that are decoded for a GPU want some: one thread decodes a few hundred a second. A step on a CPU needs
+    /// the cores itself.
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.threads = threads;
         self

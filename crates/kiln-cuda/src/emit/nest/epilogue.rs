@@ -21,8 +21,8 @@ pub struct Loops {
     pub column: (Var, i64),
 }
 
-/// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, .. and to the row of a thread
-/// as `k`.
+/// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, .. and to the row of a
+/// thread as `k`.
 #[derive(Clone, Debug, Default)]
 pub struct Statements {
     /// Once for each thread.

@@ -1,9 +1,10 @@
-//! Products of 16 bits by Kiln's own template for Hopper (`kernels/product/warpgroups.cuh`), with what follows them.
+//! Products of 16 bits by Kiln's own template for Hopper (`kernels/product/warpgroups.cuh`), with what
+//! follows them.
 //!
-//! Alone, a product of this template is an alternative to cuBLASLt's, and the device times both
-//! ([`Trial`]). Its point is what follows: a nest that needs one element of the product for each of its own
-//! ([`kiln_compiler::schedule::epilogue`]) is computed by warps of its own while others multiply for the next tile, so
-//! that the result reaches no memory and the nest's traffic is hidden behind arithmetic.
+//! Alone, a product of this template is an alternative to cuBLASLt's, and the device times both ([`Trial`]).
+//! Its point is what follows: a nest that needs one element of the product for each of its own
+//! ([`kiln_compiler::schedule::epilogue`]) is computed by warps of its own while others multiply for the next
+//! tile, so that the result reaches no memory and the nest's traffic is hidden behind arithmetic.
 
 use std::fmt::Write as _;
 
@@ -53,12 +54,13 @@ const LEAST_FLOP: f64 = 1e9;
 /// Widths of a tile. Each with the clocks that a step of the depth takes, of two floating-point operations a
 /// thousand and twenty-four a clock: narrower tiles read their operands more often (H100).
 const WIDTHS: [(u64, f64); 3] = [(256, 1024.0), (192, 790.0), (128, 590.0)];
-/// The same where a nest follows, which also takes a part of what shared memory moves in a clock. A tile of 256 leaves
-/// registers for three warps that finish, a narrower one for seven: SwiGLU behind [8192, 768] · [768, 2048] takes 70,
-/// 61 and 55 microseconds, behind [8192, 1024] · [1024, 32768] 1201, 1055 and 1067; its gradient 1362, 1208 and 1361
-/// (H100).
+/// The same where a nest follows, which also takes a part of what shared memory moves in a clock. A tile of
+/// 256 leaves registers for three warps that finish, a narrower one for seven: SwiGLU behind [8192, 768] ·
+/// [768, 2048] takes 70, 61 and 55 microseconds, behind [8192, 1024] · [1024, 32768] 1201, 1055 and 1067; its
+/// gradient 1362, 1208 and 1361 (H100).
 const WIDTHS_WITH_NEST: [(u64, f64); 3] = [(256, 1600.0), (192, 950.0), (128, 640.0)];
-/// Clocks that a block takes for a tile besides: filling the places, and what is left when all have multiplied.
+/// Clocks that a block takes for a tile besides: filling the places, and what is left when all have
+/// multiplied.
 const TILE_CLOCKS: f64 = 2000.0;
 
 /// The template's numbers for a product.
@@ -122,8 +124,8 @@ fn columns(product: &Product, widths: [(u64, f64); 3], processors: u32) -> u64 {
     best.map_or(WIDTHS[0].0, |&(columns, _)| columns)
 }
 
-/// Whether the template computes `product`, with its operands and its result so many bytes behind the start of
-/// their buffers: one of two matrices whose rows begin at multiples of sixteen bytes.
+/// Whether the template computes `product`, with its operands and its result so many bytes behind the start
+/// of their buffers: one of two matrices whose rows begin at multiples of sixteen bytes.
 fn is_taken(product: &Product, starts: [usize; 3]) -> bool {
     let half = |number: Number| matches!(number, Number::F16 | Number::Bf16);
     let result = product.result.number;
@@ -249,8 +251,8 @@ fn launch(
     }
 }
 
-/// The loop over the rows that a finishing thread has at a time, with `statements` for each of them: in row `k`,
-/// `product` is the result, and `row_name` the row.
+/// The loop over the rows that a finishing thread has at a time, with `statements` for each of them: in row
+/// `k`, `product` is the result, and `row_name` the row.
 fn each_row(ty: &str, row_name: &str, statements: &str) -> String {
     format!(
         "#pragma unroll\nfor (int k = 0; k < {TOGETHER}; k++) {{\n\
