@@ -123,8 +123,8 @@ pub fn has_template(
     })
 }
 
-/// Whether an operand is as [`Policy::epilogue_unit`] wants it: one matrix, contiguous along rows or columns, whose other
-/// distances and whose columns in the result are multiples of the unit.
+/// Whether an operand is as [`Policy::epilogue_unit`] wants it: one matrix, contiguous along rows or columns,
+/// whose other distances and whose columns in the result are multiples of the unit.
 fn is_aligned(side: &Side, window: &Strided, operand: usize, policy: &Policy) -> bool {
     let unit = policy.epilogue_unit;
     let (free, depth) = (side.free, side.depth);

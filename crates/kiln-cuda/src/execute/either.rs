@@ -27,7 +27,7 @@ pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Res
     if let Some(trial) = trial {
         return match (&library[..], &own[..]) {
             ([product], [own]) if !trial.always => {
-                Ok(product_time(gpu, functions, product)? <= own_time(gpu, functions, trial, own)?)
+                Ok(product_time(gpu, functions, product)? <= own_time(gpu, functions, trial, own))
             }
             _ => Ok(false),
         };
@@ -69,7 +69,7 @@ fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f3
             };
             let library = product_time(gpu, functions, library)?;
             let own = match &own[..] {
-                [own] => own_time(gpu, functions, trial, own)?,
+                [own] => own_time(gpu, functions, trial, own),
                 _ => f32::INFINITY,
             };
             Ok(library.min(own))
@@ -174,21 +174,12 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     Ok(())
 }
 
-/// Microseconds of the product by Kiln's own kernel.
-fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) -> Result<f32> {
-    let Some(candidate) = Candidate::new(gpu, functions, trial, own) else {
-        return Ok(f32::INFINITY);
-    };
-    if let Some(known) = gpu.known_time(&candidate.key) {
-        return Ok(known);
-    }
-    let compiled = gpu.compiler().compile(std::slice::from_ref(&candidate.source))?;
-    // A kernel that could not be tried is not taken.
-    let Some(time) = if_there_is_memory(candidate.measure(gpu, &compiled[0].image))? else {
-        return Ok(f32::INFINITY);
-    };
-    gpu.keep_time(&candidate.key, time);
-    Ok(time)
+/// Microseconds of the product by Kiln's own kernel, as [`measure`] has found them; one that could not be tried is
+/// not taken.
+fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) -> f32 {
+    let candidate = Candidate::new(gpu, functions, trial, own);
+    let known = candidate.and_then(|candidate| gpu.known_time(&candidate.key));
+    known.unwrap_or(f32::INFINITY)
 }
 
 /// The time; none if there was no memory for operands to measure it on.

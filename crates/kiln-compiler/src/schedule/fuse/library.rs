@@ -76,7 +76,8 @@ impl Fuser<'_> {
         })
     }
 
-    /// Joins the nests that read the contraction `node`, where they may be joined at all: one of them can follow it.
+    /// Joins the nests that read the contraction `node`, where they may be joined at all: one of them can follow
+    /// it.
     fn join_users(&mut self, node: Node) {
         let data = self.graph.node(node);
         let value = data.outputs[0];

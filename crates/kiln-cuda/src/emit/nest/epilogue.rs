@@ -5,10 +5,11 @@
 //! is not loaded, but is in the lanes of `product`.
 
 use kiln_compiler::index::{Var, bit};
-use kiln_compiler::schedule::nest::{Nest, Store};
+use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::{Graph, Value};
 
 use super::Argument;
+use super::points::store_all;
 use super::space::Space;
 use super::writer::Writer;
 
@@ -52,23 +53,16 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: Loops) -> State
     write(graph, &space, value, loops).0
 }
 
-fn nest_stores<'a>(space: &'a Space) -> std::slice::Iter<'a, Store> {
-    space.loops.nest.stores.iter()
-}
-
 /// The statements, and the largest position in them.
 fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statements, i64) {
     let mut writer = Writer::new(graph, space);
     writer.given = Some(value);
-    writer.near = nest_stores(space).all(|store| writer.buffer_dtype(store.buffer).size() == 2);
+    let mut stores = space.loops.nest.stores.iter();
+    writer.near = stores.all(|store| writer.buffer_dtype(store.buffer).size() == 2);
     writer.several = Some(bit(loops.row.0));
     writer.turns = loops.row.1;
     writer.begin_points();
-    for store in nest_stores(space) {
-        let dtype = writer.buffer_dtype(store.buffer);
-        writer.see(&store.position, 2, dtype);
-        writer.store_point(store);
-    }
+    store_all(&mut writer);
     let lines = |lines: &[String]| lines.iter().map(|line| format!("{line}\n")).collect::<String>();
     let name = |declaration: &String| {
         let declared = declaration.split('[').next().unwrap_or_default();

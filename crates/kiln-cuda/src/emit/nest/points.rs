@@ -106,7 +106,7 @@ pub(super) fn body(writer: &mut Writer<'_>) -> String {
 }
 
 /// Evaluates and stores everything that the nest stores.
-fn store_all(writer: &mut Writer<'_>) {
+pub(super) fn store_all(writer: &mut Writer<'_>) {
     for store in &writer.space.loops.nest.stores {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);

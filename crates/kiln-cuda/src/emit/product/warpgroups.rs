@@ -470,8 +470,11 @@ fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
     match call {
         Call::Product(product) if product.result.0 == buffer => {
             let copies = [None, None, Some(at + product.result.1)];
-            let call_ = ProductCall::clone(product);
-            *call = Call::Padded(Box::new(PaddedProduct { call: call_, copies }));
+            let product = ProductCall::clone(product);
+            *call = Call::Padded(Box::new(PaddedProduct {
+                call: product,
+                copies,
+            }));
         }
         Call::Padded(padded) if padded.call.result.0 == buffer && padded.copies[2].is_none() => {
             padded.copies[2] = Some(at + padded.call.result.1);
