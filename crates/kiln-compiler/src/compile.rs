@@ -19,7 +19,7 @@ use crate::stages::Stages;
 use crate::target::{Emitted, Step, Target};
 use crate::transform::Transformed;
 use crate::transform::autocast::AutocastReport;
-use crate::{buckets, debug, partition, transform};
+use crate::{buckets, debug, partition, products, transform};
 
 /// The result of [`compile`].
 pub struct CompiledStep<T: Target> {
@@ -122,6 +122,16 @@ pub fn compile<T: Target>(
                 dumps.push(("buckets".into(), bucketed.to_string()));
             }
             bucketed
+        }
+        None => graph,
+    };
+    let joined = stages.time("products", || products::join(&graph, options, target.policy()));
+    let graph = match joined.map_err(CompileError::pass("products"))? {
+        Some(joined) => {
+            if options.wants_dumps() {
+                dumps.push(("products".into(), joined.to_string()));
+            }
+            joined
         }
         None => graph,
     };

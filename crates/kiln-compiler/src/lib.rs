@@ -35,6 +35,7 @@ pub mod partition;
 pub mod plan;
 pub mod planner;
 pub mod policy;
+pub mod products;
 pub mod report;
 pub mod schedule;
 pub mod split;

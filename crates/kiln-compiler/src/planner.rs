@@ -11,6 +11,7 @@ use crate::buckets;
 use crate::error::CompileError;
 use crate::options::Options;
 use crate::plan::{self, Plan};
+use crate::products;
 use crate::schedule::{Schedule, fuse};
 use crate::target::Target;
 
@@ -61,6 +62,9 @@ impl<T: Target> ArenaPlanner<'_, T> {
         let (sizes, sums) = (&self.options.buckets, self.options.sums.as_deref());
         let bucketed = buckets::run(graph, sizes, sums).map_err(CompileError::pass("buckets"))?;
         let graph = bucketed.as_ref().unwrap_or(graph);
+        let joined = products::join(graph, self.options, self.target.policy());
+        let joined = joined.map_err(CompileError::pass("products"))?;
+        let graph = joined.as_ref().unwrap_or(graph);
         let schedule = fuse::schedule(graph, self.options, self.target.policy());
         let kernels = kernels(graph, &schedule, self.target)?;
         Ok(memory(graph, &schedule, &kernels, self.target).arena_bytes as u64)

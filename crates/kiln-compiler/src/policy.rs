@@ -61,6 +61,9 @@ pub struct Policy {
     pub epilogue_joined: bool,
     /// Whether such a nest may be contiguous along the rows of the result, and not along its columns.
     pub epilogue_turned: bool,
+    /// What rows and columns of an operand that a product of [`Policy::epilogue_types`] reads in pieces
+    /// ([`crate::products`]) are multiples of; none where products read whole operands.
+    pub product_piece: Option<usize>,
     /// Element types of products and convolutions whose template computes an operand by a nest while it
     /// reads.
     pub prologue_types: &'static [DType],

@@ -37,6 +37,12 @@ const RELUCTANT: Policy = Policy {
     ..POLICY
 };
 
+/// Products that share an operand, or are added up, become one that reads pieces.
+const PIECEWISE: Policy = Policy {
+    product_piece: Some(1),
+    ..POLICY
+};
+
 fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<Stub> {
     compile(graph, options, &Stub { policy }).unwrap_or_else(|error| panic!("{}: {error}", graph.name))
 }
@@ -45,7 +51,7 @@ fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<St
 fn check(graph: &Graph, tolerances: &[f64], what: &str) {
     let (tensors, scalars) = random_arguments(graph, 7);
     let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    for (policy, fuse) in [(POLICY, true), (POLICY, false), (RELUCTANT, true)] {
+    for (policy, fuse) in [(POLICY, true), (POLICY, false), (RELUCTANT, true), (PIECEWISE, true)] {
         let options = Options {
             fuse,
             ..Options::default()
@@ -238,4 +244,95 @@ fn an_operation_without_a_kernel_is_named() {
     };
     assert_eq!(target, "stub");
     assert!(!op.is_empty());
+}
+
+/// The kernels of a graph with [`PIECEWISE`], by their operations, and its products after the passes.
+fn piecewise(text: &str) -> (usize, usize) {
+    let graph = Graph::parse(text).unwrap();
+    check(&graph, &vec![1e-4; graph.outputs.len()], &graph.name);
+    let step = compiled(&graph, PIECEWISE, &Options::default());
+    let products = step.graph.nodes().filter(|(_, node)| node.op.name() == "dot_general");
+    (step.schedule.kernels.len(), products.count())
+}
+
+#[test]
+fn products_of_one_operand_are_one() {
+    let kernels = piecewise(
+        "graph @shared {
+          %x = parameter 0 : f32[6,10]
+          %p = parameter 1 : f32[10,4]
+          %q = parameter 2 : f32[10,8]
+          %g = parameter 3 : f32[6,4]
+          %h = parameter 4 : f32[6,8]
+          %a = dot_general %x, %p {a_contract=[1], b_contract=[0]} : f32[6,4]
+          %b = dot_general %x, %q {a_contract=[1], b_contract=[0]} : f32[6,8]
+          %c = dot_general %g, %x {a_contract=[0], b_contract=[0]} : f32[4,10]
+          %d = dot_general %h, %x {a_contract=[0], b_contract=[0]} : f32[8,10]
+          %e = reduce sum %a {axes=[0]} : f32[4]
+          %f = reduce max %b {axes=[1]} : f32[6]
+          %i = dot_general %c, %d {a_contract=[1], b_contract=[1]} : f32[4,8]
+          return %e, %f, %i
+        }",
+    );
+    // Two that stand for two each, the third, and two reductions.
+    assert_eq!(kernels, (5, 3));
+}
+
+#[test]
+fn products_that_are_added_up_are_one() {
+    let kernels = piecewise(
+        "graph @sum {
+          %a = parameter 0 : f32[6,10]
+          %b = parameter 1 : f32[6,7]
+          %u = parameter 2 : f32[10,4]
+          %v = parameter 3 : f32[7,4]
+          %r = parameter 4 : f32[6,4]
+          %p = dot_general %a, %u {a_contract=[1], b_contract=[0]} : f32[6,4]
+          %q = dot_general %b, %v {a_contract=[1], b_contract=[0]} : f32[6,4]
+          %s = add %p, %r : f32[6,4]
+          %t = add %s, %q : f32[6,4]
+          return %t
+        }",
+    );
+    // The rest of the sum is computed behind the product.
+    assert_eq!(kernels, (1, 1));
+}
+
+/// Two that are read before they could be one: `b` needs what is made of `a`, and of two pairs each needs one
+/// product of the other.
+#[test]
+fn products_that_need_each_other_stay_apart() {
+    let chain = piecewise(
+        "graph @chain {
+          %x = parameter 0 : f32[8,8]
+          %p = parameter 1 : f32[8,8]
+          %a = dot_general %x, %p {a_contract=[1], b_contract=[0]} : f32[8,8]
+          %w = tanh %a : f32[8,8]
+          %b = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[8,8]
+          return %b
+        }",
+    );
+    assert_eq!(chain.1, 2);
+    let crossed = piecewise(
+        "graph @crossed {
+          %x = parameter 0 : f32[8,8]
+          %y = parameter 1 : f32[8,8]
+          %p = parameter 2 : f32[8,8]
+          %q = parameter 3 : f32[8,8]
+          %a = dot_general %x, %p {a_contract=[1], b_contract=[0]} : f32[8,8]
+          %v = transpose %q {perm=[1,0]} : f32[8,8]
+          %b = dot_general %y, %v {a_contract=[1], b_contract=[0]} : f32[8,8]
+          %am = reduce max %a {axes=[1]} : f32[8]
+          %bm = reduce max %b {axes=[1]} : f32[8]
+          %ab = broadcast %am {dims=[0]} : f32[8,8]
+          %bb = broadcast %bm {dims=[0]} : f32[8,8]
+          %c = dot_general %x, %bb {a_contract=[1], b_contract=[0]} : f32[8,8]
+          %d = dot_general %y, %ab {a_contract=[1], b_contract=[0]} : f32[8,8]
+          %cm = reduce max %c {axes=[1]} : f32[8]
+          %dm = reduce max %d {axes=[1]} : f32[8]
+          return %cm, %dm
+        }",
+    );
+    // One of the pairs is one product; the other cannot be.
+    assert_eq!(crossed.1, 3);
 }

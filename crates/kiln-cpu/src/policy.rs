@@ -53,6 +53,7 @@ pub const POLICY: Policy = Policy {
     epilogue_unit: 1,
     epilogue_joined: false,
     epilogue_turned: true,
+    product_piece: None,
     // Values computed for an operand of bf16 are f32 and rounded to pairs, as they would be in memory;
     // where there are no pairs they are not rounded. f16 is left out because an f32 that is not rounded
     // could be too large for it.

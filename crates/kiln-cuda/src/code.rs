@@ -44,6 +44,16 @@ pub struct Boxes {
     pub tall: u32,
 }
 
+impl Boxes {
+    /// Bytes from the first element to behind the last.
+    pub fn bytes(&self) -> usize {
+        let elements = self.outer.saturating_sub(1) * self.leading + self.inner;
+        usize::try_from(elements)
+            .unwrap_or(usize::MAX)
+            .saturating_mul(self.number.bytes())
+    }
+}
+
 /// What the device times before it takes one side of a [`CallKind::Either`] that computes a product.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Trial {

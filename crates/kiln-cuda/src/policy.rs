@@ -49,6 +49,7 @@ pub const POLICY: Policy = Policy {
     epilogue_unit: 1,
     epilogue_joined: false,
     epilogue_turned: false,
+    product_piece: None,
     prologue_types: &[],
     prologue_streams: 0,
     prologue_pixels: usize::MAX,
@@ -70,5 +71,7 @@ pub const WITH_WARPGROUPS: Policy = Policy {
     epilogue_unit: 8,
     // Both gradients of a gated activation read the product's.
     epilogue_joined: true,
+    // A tile has 128 rows, and at least as many columns.
+    product_piece: Some(128),
     ..POLICY
 };

@@ -233,6 +233,10 @@ fn products_by_warpgroups() {
             let checked = check_for(&gpu, &graph, None, &target);
             assert_eq!(checked, Ok(Some(())), "{} of {dtype}", graph.name);
         }
+        for joined in behind::joined(dtype) {
+            let checked = check_for(&gpu, &joined.graph, joined.tolerances, &target);
+            assert_eq!(checked, Ok(Some(())), "{} of {dtype}", joined.graph.name);
+        }
     }
 }
 

@@ -1,4 +1,4 @@
-//! Products by Kiln's own template for Hopper, with what follows them, on a machine without a GPU: that they are
+//! Products by Kiln's own template for Hopper, in pieces and with what follows them, on a machine without a GPU: that they are
 //! chosen, that NVRTC compiles them, and that other devices compute the same in two kernels. `device_steps.rs`
 //! runs them.
 
@@ -105,11 +105,48 @@ fn products_alone_are_offered_beside_the_library() {
 }
 
 #[test]
+fn products_that_share_an_operand_or_are_added_up_are_one() {
+    for dtype in ["bf16", "f16"] {
+        for joined in behind::joined(dtype) {
+            let code = code(&joined.graph, Warpgroups::Always);
+            assert_eq!(own_products(&code), joined.kernels, "{}", joined.graph.name);
+            let others = code
+                .calls
+                .iter()
+                .filter(|call| matches!(call.kind, CallKind::Product { .. }));
+            assert_eq!(others.count(), 0, "{}", joined.graph.name);
+        }
+    }
+}
+
+#[test]
+fn where_the_template_is_not_pieces_are_products_of_their_own() {
+    for dtype in ["bf16", "f16"] {
+        for joined in behind::joined(dtype) {
+            let graph = &joined.graph;
+            assert_eq!(own_products(&code(graph, Warpgroups::Never)), 0);
+            let mut differential = Differential::new(graph);
+            if let Some(tolerances) = joined.tolerances {
+                differential = differential.tolerances(tolerances);
+            }
+            let outcome = differential.check();
+            assert!(
+                matches!(outcome, Ok(Outcome::Same)),
+                "{}: {outcome:?}",
+                graph.name
+            );
+        }
+    }
+}
+
+#[test]
 fn nvrtc_compiles_them() {
     let Some(nvrtc) = common::nvrtc() else { return };
     let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
     for dtype in ["bf16", "f16"] {
-        let steps = behind::nests(dtype).into_iter().chain([behind::products(dtype)]);
+        let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
+        let alone = [behind::products(dtype)];
+        let steps = behind::nests(dtype).into_iter().chain(alone).chain(joined);
         for graph in steps {
             let (sources, _) = code(&graph, Warpgroups::Always).sources();
             let compiled = compiler.compile(&sources);

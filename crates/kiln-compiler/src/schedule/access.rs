@@ -153,6 +153,17 @@ pub struct Side {
 /// Operand number `operand` of a product seen through `window` as a batch of matrices; none if its free or
 /// contracted dimensions are not evenly spaced.
 pub fn side(graph: &Graph, product: &NodeData, operand: usize, window: &Strided) -> Option<Side> {
+    side_of(graph, product, operand, product.inputs[operand], window)
+}
+
+/// [`side`] for `piece`, which is operand number `operand` or a piece of it.
+pub fn side_of(
+    graph: &Graph,
+    product: &NodeData,
+    operand: usize,
+    piece: Value,
+    window: &Strided,
+) -> Option<Side> {
     let Op::DotGeneral(dims) = &product.op else {
         return None;
     };
@@ -160,7 +171,7 @@ pub fn side(graph: &Graph, product: &NodeData, operand: usize, window: &Strided)
         0 => (&dims.a_batch, &dims.a_contract),
         _ => (&dims.b_batch, &dims.b_contract),
     };
-    let shape = graph.shape(product.inputs[operand]);
+    let shape = graph.shape(piece);
     let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) {
         axes.iter()
             .map(|&axis| (shape[axis], window.strides[axis]))

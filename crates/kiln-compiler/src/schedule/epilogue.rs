@@ -11,12 +11,13 @@
 use kiln_graph::op::{DotDims, Op};
 use kiln_graph::{Graph, Node, Value};
 
-use super::access::{self, Side, Strided, side, strided};
+use super::access::{self, Side, Strided, side_of, strided};
 use super::buffer::Buffer;
 use super::layout::position;
 use super::nest::{Nest, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
 use crate::policy::Policy;
+use crate::products;
 
 /// Batch variable of the frame of a product.
 pub const BATCH: Var = 0;
@@ -102,9 +103,15 @@ pub fn has_template(
     {
         return false;
     }
-    data.inputs.iter().enumerate().all(|(operand, &value)| {
+    let cut = products::read_in_pieces(graph, policy, node);
+    let operands = (0..data.inputs.len()).flat_map(|operand| {
+        let pieces = products::pieces(graph, node, cut, operand).iter();
+        pieces.map(move |&piece| (operand, piece))
+    });
+    operands.into_iter().all(|(operand, value)| {
         let fits = |window: &Strided| {
-            side(graph, data, operand, window).is_some_and(|side| is_aligned(&side, window, operand, policy))
+            let side = side_of(graph, data, operand, value, window);
+            side.is_some_and(|side| is_aligned(&side, window, operand, policy))
         };
         let stored = Strided {
             base: value,
@@ -186,14 +193,15 @@ pub fn fits(
 
 /// The stored values that the contraction `node` itself reads; `reads` are all buffers of its kernel.
 pub fn operands(graph: &Graph, node: Node, reads: &[Buffer]) -> Vec<Value> {
-    let base = |&operand: &Value| {
-        let mut value = operand;
-        while !reads.contains(&Buffer::Value(value))
-            && let Some(&next) = graph.def(value).inputs.first()
-        {
-            value = next;
+    let mut bases = Vec::new();
+    let mut left = graph.node(node).inputs.to_vec();
+    while let Some(value) = left.pop() {
+        let data = graph.def(value);
+        match (&data.op, reads.contains(&Buffer::Value(value))) {
+            (Op::Concat { .. }, false) => left.extend(&data.inputs),
+            (_, false) if !data.inputs.is_empty() => left.push(data.inputs[0]),
+            _ => bases.push(value),
         }
-        value
-    };
-    graph.node(node).inputs.iter().map(base).collect()
+    }
+    bases
 }

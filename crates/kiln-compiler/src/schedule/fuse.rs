@@ -61,7 +61,7 @@ use crate::index::{Index, linear};
 use crate::options::Options;
 use crate::policy::Policy;
 use absorb::absorb;
-use section::Section;
+pub(crate) use section::Section;
 use set::GroupSet;
 
 /// Builds the schedule of `graph`. Without [`Options::fuse`] every operation is a kernel of its own.

@@ -29,6 +29,7 @@ pub const POLICY: Policy = Policy {
     epilogue_unit: 1,
     epilogue_joined: false,
     epilogue_turned: true,
+    product_piece: None,
     prologue_types: &[DType::F32],
     prologue_streams: 3,
     prologue_pixels: 4,

@@ -267,6 +267,11 @@ impl<'a> Writer<'a> {
             }
             Call::Either(library, own, trial) => {
                 let mut name = None;
+                if let Some(trial) = trial {
+                    frame
+                        .name
+                        .get_or_insert_with(|| format!("product {}", trial.product));
+                }
                 let mut side = |calls: &[Call], name: &mut Option<String>| -> Vec<CallKind> {
                     let mut inner = Frame {
                         kind: frame.kind,

@@ -7,7 +7,7 @@ use crate::build::{Key, Source};
 use crate::code::{CallKind, Function, FunctionText, Pointer, StepCode, Trial};
 use crate::error::{CudaError, Result};
 use crate::kernels::PRELUDE;
-use crate::products::{Product, random, time_runs};
+use crate::products::{random, time_runs};
 use crate::runtime::{Arguments, Launch, Module, Storage};
 
 /// Runs of a kernel of Kiln's own that are timed together at most, as many as of the library's.
@@ -25,9 +25,9 @@ pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Res
         return Ok(true);
     };
     if let Some(trial) = trial {
-        return match (&library[..], &own[..]) {
-            ([product], [own]) if !trial.always => {
-                Ok(product_time(gpu, functions, product)? <= own_time(gpu, functions, trial, own))
+        return match &own[..] {
+            [own] if !trial.always => {
+                Ok(products_time(gpu, functions, library)? <= own_time(gpu, functions, trial, own))
             }
             _ => Ok(false),
         };
@@ -53,6 +53,12 @@ pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Res
     Ok(true)
 }
 
+/// Microseconds of products, one after the other.
+fn products_time(gpu: &Gpu, functions: &[Function], calls: &[CallKind]) -> Result<f32> {
+    let times = calls.iter().map(|call| product_time(gpu, functions, call));
+    times.sum()
+}
+
 /// Microseconds of a product, on the faster side if it has two.
 fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f32> {
     match call {
@@ -64,10 +70,7 @@ fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f3
             own,
             trial: Some(trial),
         } => {
-            let [library] = &library[..] else {
-                return Ok(f32::INFINITY);
-            };
-            let library = product_time(gpu, functions, library)?;
+            let library = products_time(gpu, functions, library)?;
             let own = match &own[..] {
                 [own] => own_time(gpu, functions, trial, own),
                 _ => f32::INFINITY,
@@ -121,17 +124,23 @@ impl<'a> Candidate<'a> {
     fn measure(&self, gpu: &Gpu, image: &[u8]) -> Result<f32> {
         let stream = gpu.stream();
         let module = Module::load(gpu.device(), NAME, image)?;
-        let memory = Memory::new(gpu, &self.trial.product)?;
+        // Kept until the last run is over.
+        let mut memory: Vec<Arc<Storage>> = Vec::new();
         let mut given = Arguments::new();
-        let mut operands = [&memory.left, &memory.right].into_iter();
         for argument in self.arguments {
-            given = match argument {
-                Pointer::Matrix(_, boxes) => match operands.next() {
-                    Some(operand) => given.matrix(gpu.device(), operand, 0, boxes)?,
-                    None => given,
-                },
-                _ => given.memory(&memory.result, 0),
+            let (bytes, number) = match argument {
+                Pointer::Matrix(_, boxes) => (boxes.bytes(), boxes.number),
+                _ => (
+                    self.trial.product.result_bytes(),
+                    self.trial.product.result.number,
+                ),
             };
+            let own = random(stream, bytes, number)?;
+            given = match argument {
+                Pointer::Matrix(_, boxes) => given.matrix(gpu.device(), &own, 0, boxes)?,
+                _ => given.memory(&own, 0),
+            };
+            memory.push(own);
         }
         let launch = Launch {
             kernel: module.kernel(NAME)?,
@@ -188,23 +197,5 @@ fn if_there_is_memory(measured: Result<f32>) -> Result<Option<f32>> {
         Ok(time) => Ok(Some(time)),
         Err(CudaError::OutOfMemory { .. }) => Ok(None),
         Err(error) => Err(error),
-    }
-}
-
-/// Memory to try a product on.
-struct Memory {
-    left: Arc<Storage>,
-    right: Arc<Storage>,
-    result: Arc<Storage>,
-}
-
-impl Memory {
-    fn new(gpu: &Gpu, product: &Product) -> Result<Self> {
-        let stream = gpu.stream();
-        Ok(Self {
-            left: random(stream, product.left_bytes(), product.left.number)?,
-            right: random(stream, product.right_bytes(), product.right.number)?,
-            result: random(stream, product.result_bytes(), product.result.number)?,
-        })
     }
 }

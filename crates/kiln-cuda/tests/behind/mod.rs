@@ -120,6 +120,62 @@ const RESIDUAL: &str = "graph @residual {
   return %out
 }";
 
+/// Products that share their left operand, and as many that share their right one: results of 16 bits and of f32.
+const SHARED: &str = "graph @shared {
+  %x = parameter 0 : T[8,163,72]
+  %p = parameter 1 : T[72,512]
+  %q = parameter 2 : T[72,256]
+  %r = parameter 3 : T[72,640]
+  %c = parameter 4 : T[104,768]
+  %d = parameter 5 : T[104,512]
+  %e = parameter 6 : T[104,1288]
+  %query = dot_general %x, %p {a_contract=[2], b_contract=[0]} : T[8,163,512]
+  %key = dot_general %x, %q {a_contract=[2], b_contract=[0]} : T[8,163,256]
+  %value = dot_general %x, %r {a_contract=[2], b_contract=[0]} : T[8,163,640]
+  %first = slice %value {starts=[0,0,0], limits=[8,163,320], steps=[1,1,1]} : T[8,163,320]
+  %second = slice %value {starts=[0,0,320], limits=[8,163,640], steps=[1,1,1]} : T[8,163,320]
+  %both = mul %first, %second : T[8,163,320]
+  %f = dot_general %c, %e {a_contract=[0], b_contract=[0], result=f32} : f32[768,1288]
+  %g = dot_general %d, %e {a_contract=[0], b_contract=[0], result=f32} : f32[512,1288]
+  return %query, %key, %both, %f, %g
+}";
+
+/// A sum of three products of different depths, of which none is a multiple of a tile's.
+const SUM: &str = "graph @sum {
+  %a = parameter 0 : T[8,163,72]
+  %b = parameter 1 : T[8,163,200]
+  %c = parameter 2 : T[8,163,104]
+  %u = parameter 3 : T[1288,72]
+  %v = parameter 4 : T[1288,200]
+  %w = parameter 5 : T[1288,104]
+  %p = dot_general %a, %u {a_contract=[2], b_contract=[1]} : T[8,163,1288]
+  %q = dot_general %b, %v {a_contract=[2], b_contract=[1]} : T[8,163,1288]
+  %r = dot_general %c, %w {a_contract=[2], b_contract=[1]} : T[8,163,1288]
+  %1 = cast %p : f32[8,163,1288]
+  %2 = cast %q : f32[8,163,1288]
+  %3 = cast %r : f32[8,163,1288]
+  %4 = add %2, %1 : f32[8,163,1288]
+  %5 = add %3, %4 : f32[8,163,1288]
+  return %5
+}";
+
+/// The same of turned operands, with a residual of f32 behind it.
+const SUM_AND_RESIDUAL: &str = "graph @sum_and_residual {
+  %a = parameter 0 : T[72,1304]
+  %b = parameter 1 : T[136,1304]
+  %u = parameter 2 : T[72,1288]
+  %v = parameter 3 : T[136,1288]
+  %before = parameter 4 : f32[1304,1288]
+  %p = dot_general %a, %u {a_contract=[0], b_contract=[0]} : T[1304,1288]
+  %q = dot_general %b, %v {a_contract=[0], b_contract=[0]} : T[1304,1288]
+  %1 = cast %p : f32[1304,1288]
+  %2 = cast %q : f32[1304,1288]
+  %3 = add %1, %before : f32[1304,1288]
+  %4 = add %2, %3 : f32[1304,1288]
+  %out = cast %4 : T[1304,1288]
+  return %out
+}";
+
 /// `text` with elements of `dtype`.
 fn graph(text: &str, dtype: &str) -> Graph {
     Graph::parse(&text.replace("T[", &format!("{dtype}["))).unwrap_or_else(|error| panic!("{error}"))
@@ -128,6 +184,34 @@ fn graph(text: &str, dtype: &str) -> Graph {
 /// Products with nothing behind them.
 pub fn products(dtype: &str) -> Graph {
     graph(PRODUCTS, dtype)
+}
+
+/// A step whose products become one.
+pub struct Joined {
+    pub graph: Graph,
+    /// Kernels of the template that this makes.
+    pub kernels: usize,
+    /// How far each output may be from the interpreter's, if not by its type: a sum of f32 is rounded to 16 bits
+    /// where its terms were.
+    pub tolerances: Option<&'static [f64]>,
+}
+
+/// Steps whose products become one.
+pub fn joined(dtype: &str) -> Vec<Joined> {
+    // Sums are below 128, where neighbours of bf16 are half of one apart.
+    let rounded: &[f64] = &[0.75];
+    [
+        (SHARED, 2, None),
+        (SUM, 1, Some(rounded)),
+        (SUM_AND_RESIDUAL, 1, None),
+    ]
+    .into_iter()
+    .map(|(text, kernels, tolerances)| Joined {
+        graph: graph(text, dtype),
+        kernels,
+        tolerances,
+    })
+    .collect()
 }
 
 /// Steps in each of which one product has a nest behind it.

@@ -4,7 +4,8 @@ use kiln_graph::op::Op;
 use kiln_graph::{DType, Node, NodeData, Phase, Value};
 
 use super::{Fuser, Section, starts_constant};
-use crate::schedule::access::{identity_in, side, strided};
+use crate::products::{self, Cut};
+use crate::schedule::access::{identity_in, side_of, strided};
 use crate::schedule::attention::result_of_forward;
 use crate::schedule::class::Class;
 use crate::schedule::nest::{Nest, Store};
@@ -29,19 +30,30 @@ impl Fuser<'_> {
                 group
             }
         };
-        for (position, &operand) in data.inputs.iter().enumerate() {
+        let cut = self.pieces(node);
+        for position in 0..data.inputs.len() {
             if position == 0 && starts_constant(self.graph, node).is_some() {
                 continue;
             }
-            let base = self.library_operand(data, position, operand);
-            self.add_reader(group, base);
-            self.groups[group].operands.push(base);
+            for &operand in products::pieces(self.graph, node, cut, position) {
+                let base = self.library_operand(data, position, operand);
+                self.add_reader(group, base);
+                self.groups[group].operands.push(base);
+            }
         }
         if self.policy.attention_result
             && let Some(result) = result_of_forward(self.graph, node)
         {
             self.add_reader(group, result);
             self.groups[group].operands.push(result);
+        }
+    }
+
+    /// How the product `node` reads operands in pieces, if it does.
+    fn pieces(&self, node: Node) -> Option<Cut> {
+        match self.fuse {
+            true => products::read_in_pieces(self.graph, self.policy, node),
+            false => None,
         }
     }
 
@@ -139,7 +151,7 @@ impl Fuser<'_> {
             let stop = |v: Value| self.class(v) != Class::Inline || self.demanded.contains_key(&v);
             if let Some(window) = strided(self.graph, &self.layouts, operand, &stop)
                 && (!matches!(node.op, Op::DotGeneral(_))
-                    || side(self.graph, node, position, &window).is_some())
+                    || side_of(self.graph, node, position, operand, &window).is_some())
             {
                 return window.base;
             }

@@ -11,14 +11,14 @@ use crate::checks::is_check;
 /// so that one chunk's memory is free when the next one runs. Index checks are apart because updates wait
 /// for them: an update would also wait for all other work of such a kernel.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct Section {
+pub(crate) struct Section {
     forward: bool,
     chunk: Option<u16>,
     check: bool,
 }
 
 impl Section {
-    pub(super) fn of(graph: &Graph, node: Node) -> Self {
+    pub(crate) fn of(graph: &Graph, node: Node) -> Self {
         let provenance = &graph.node(node).provenance;
         Self {
             forward: !provenance.phase.is_after_forward(),

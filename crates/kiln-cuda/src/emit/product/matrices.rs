@@ -114,7 +114,7 @@ impl Matrices {
                     product: product.clone(),
                     left: place(operands, left.0, left.1 + at.left)?,
                     right: place(operands, right.0, right.1 + at.right)?,
-                    result: place(result, frame.result, at.result)?,
+                    result: place(result, frame.result.0, frame.result.1 + at.result)?,
                     workspace,
                 })
             })

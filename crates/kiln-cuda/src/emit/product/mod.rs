@@ -13,12 +13,13 @@
 //! ```
 //!
 //! [`matrices`] turns this into the matrices that cuBLASLt takes, and [`padded`] pads their extents where
-//! that pays. [`warpgroups`] offers a template of Kiln's own for those of 16 bits, alone and with a nest behind
+//! that pays. `pieces` are products that read an operand in pieces. [`warpgroups`] offers a template of Kiln's own for those of 16 bits, alone and with a nest behind
 //! them. [`tiles`] computes all other products: of integers, of windows that no matrix describes, and those
 //! whose results are single numbers.
 
 mod matrices;
 pub mod padded;
+mod pieces;
 mod tiles;
 pub mod warpgroups;
 
@@ -28,21 +29,29 @@ use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
 
+use self::pieces::Pieces;
 use super::{Call, EmitOptions, KernelCode, ProductCall, expressions, library};
 
 /// The code of `node`; none if nothing here computes it.
 pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<KernelCode> {
-    let result = graph.node(node).outputs[0];
-    if graph.ty(result).numel() == 0 {
+    if graph.ty(graph.node(node).outputs[0]).numel() == 0 {
         return Some(KernelCode::default());
     }
+    if let Some(pieces) = Pieces::new(graph, kernel, node, options.layouts) {
+        return Some(pieces::generate(graph, &pieces, options));
+    }
     let frame = Frame::new(graph, kernel, node, options.layouts)?;
+    Some(code(graph, &frame, options))
+}
+
+/// The code of a product whose operands are whole.
+fn code(graph: &Graph, frame: &Frame, options: &EmitOptions<'_>) -> KernelCode {
     if frame.extent(&frame.depth) == 0 {
         let zero = expressions::neutral(ReduceOp::Sum, frame.result_dtype);
-        return Some(KernelCode::launches([library::fill(graph, result, &zero)]));
+        return KernelCode::launches([library::fill(graph, frame.result.0, &zero)]);
     }
     if !frame.is_single_numbers()
-        && let Some(mut calls) = matrices::calls(&frame, options.tf32)
+        && let Some(mut calls) = matrices::calls(frame, options.tf32)
     {
         if calls.len() == 1
             && let Some(call) = calls.pop()
@@ -51,18 +60,18 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
             if let [Call::Product(call)] = &code.calls[..] {
                 code.calls = vec![warpgroups::offered(ProductCall::clone(call), options)];
             }
-            return Some(code);
+            return code;
         }
         let scratch = calls.iter().map(|call| call.workspace).max().unwrap_or(0);
-        return Some(KernelCode {
+        return KernelCode {
             calls: calls
                 .into_iter()
                 .map(|call| Call::Product(Box::new(call)))
                 .collect(),
             scratch,
-        });
+        };
     }
-    Some(KernelCode::launches([tiles::launch(&frame)]))
+    KernelCode::launches([tiles::launch(frame)])
 }
 
 /// The window on one of the buffers in `reads` through which a kernel reads `operand`.
@@ -138,7 +147,8 @@ struct Frame {
     left: (Value, i64),
     /// The right operand's.
     right: (Value, i64),
-    result: Value,
+    /// The result's buffer, and the elements in front of its first.
+    result: (Value, i64),
     batch: Vec<Dim>,
     rows: Vec<Dim>,
     columns: Vec<Dim>,
@@ -148,10 +158,17 @@ struct Frame {
 impl Frame {
     fn new(graph: &Graph, kernel: &Kernel, node: Node, layouts: &Layouts) -> Option<Self> {
         let data = graph.node(node);
+        Self::of(graph, kernel, node, layouts, [data.inputs[0], data.inputs[1]])
+    }
+
+    /// The product of `a` and `b`, which are the operands of `node` or pieces of them, at the start of its
+    /// result.
+    fn of(graph: &Graph, kernel: &Kernel, node: Node, layouts: &Layouts, [a, b]: [Value; 2]) -> Option<Self> {
+        let data = graph.node(node);
         let Op::DotGeneral(dims) = &data.op else {
             return None;
         };
-        let (a, b, out) = (data.inputs[0], data.inputs[1], data.outputs[0]);
+        let out = data.outputs[0];
         let left = window(graph, layouts, a, &kernel.reads);
         let right = window(graph, layouts, b, &kernel.reads);
         let result = strides(graph.shape(out), layouts.get(&out));
@@ -195,7 +212,7 @@ impl Frame {
             result_dtype: graph.dtype(out),
             left: (left.base, left.offset),
             right: (right.base, right.offset),
-            result: out,
+            result: (out, 0),
             columns: joined(columns.collect()),
             depth: joined(depth.collect()),
             batch: joined(batch),

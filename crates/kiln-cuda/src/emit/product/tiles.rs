@@ -30,7 +30,7 @@ const Index first_row = (Index)(blockIdx.x / BLOCKS_ACROSS % BLOCKS_DOWN) * TILE
 const Index batch = blockIdx.x / (BLOCKS_ACROSS * BLOCKS_DOWN);
 left += LEFT_START + @_batch_left(batch);
 right += RIGHT_START + @_batch_right(batch);
-result += @_batch_result(batch);
+result += RESULT_START + @_batch_result(batch);
 Sum sums[TALL][WIDE] = {};
 for (Index start = 0; start < REACH; start += TILE_DEPTH) {
     #pragma unroll
@@ -87,7 +87,7 @@ for (Index k = lane; k < REACH; k += LANES)
     sum += (Sum)@_widen(left[@_depth_left(k)]) * (Sum)@_widen(right[@_depth_right(k)]);
 for (int apart = LANES / 2; apart; apart /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, apart);
 if (inside && lane == 0)
-    result[@_batch_result(batch) + @_rows_result(row) + @_columns_result(column)] = @_narrow(sum);
+    result[RESULT_START + @_batch_result(batch) + @_rows_result(row) + @_columns_result(column)] = @_narrow(sum);
 ";
 
 /// The launch that computes the product.
@@ -101,7 +101,8 @@ pub(super) fn launch(frame: &Frame) -> Launch {
         .count("COLUMNS", columns)
         .count("REACH", reach)
         .number("LEFT_START", frame.left.1)
-        .number("RIGHT_START", frame.right.1);
+        .number("RIGHT_START", frame.right.1)
+        .number("RESULT_START", frame.result.1);
     let count = batch * rows * columns;
     if rows < NARROW || columns < NARROW {
         let deep = if rows < columns { right_deep } else { left_deep };
@@ -195,7 +196,7 @@ fn declared(frame: &Frame) -> Text {
         .helpers(&helpers)
         .reads(memory, "left", Argument::value(frame.left.0))
         .reads(memory, "right", Argument::value(frame.right.0))
-        .writes(stored, "result", Argument::value(frame.result))
+        .writes(stored, "result", Argument::value(frame.result.0))
         .ty("Sum", elements::arithmetic(dtype))
         .ty("Index", index)
 }

@@ -8,13 +8,14 @@
 
 use std::fmt::Write as _;
 
+use kiln_compiler::products::Cut;
 use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::{Graph, Node, Op};
 
-use super::Frame;
-use super::matrices;
+use super::pieces::Pieces;
+use super::{Frame, matrices};
 use crate::code::{Boxes, FunctionText, Trial};
 use crate::emit::nest::epilogue::{Loops, Statements, generate as statements};
 use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, nest};
@@ -113,17 +114,6 @@ impl Case {
     }
 }
 
-/// The width whose tiles take the least time on so many multiprocessors.
-fn columns(product: &Product, widths: [(u64, f64); 3], processors: u32) -> u64 {
-    let steps = product.k.div_ceil(DEPTH) as f64;
-    let clocks = |&(columns, step): &(u64, f64)| {
-        let tiles = product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(columns);
-        tiles.div_ceil(u64::from(processors.max(1))) as f64 * (steps * step + TILE_CLOCKS)
-    };
-    let best = widths.iter().min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
-    best.map_or(WIDTHS[0].0, |&(columns, _)| columns)
-}
-
 /// Whether the template computes `product`, with its operands and its result so many bytes behind the start
 /// of their buffers: one of two matrices whose rows begin at multiples of sixteen bytes.
 fn is_taken(product: &Product, starts: [usize; 3]) -> bool {
@@ -182,6 +172,181 @@ fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
     ]
 }
 
+/// A product whose operands the template reads, whole or in pieces.
+struct Operands {
+    /// All of it.
+    product: Product,
+    /// The product of each piece, with where its operands and its result are; one if nothing is in pieces.
+    pieces: Vec<ProductCall>,
+    cut: Option<Cut>,
+}
+
+impl Operands {
+    fn whole(call: &ProductCall) -> Self {
+        Self {
+            product: call.product.clone(),
+            pieces: vec![call.clone()],
+            cut: None,
+        }
+    }
+
+    /// The product of `pieces`; none if they are not alike, or turned from what the graph says.
+    fn of(pieces: &Pieces, tf32: bool) -> Option<Self> {
+        let calls = pieces.calls(tf32)?;
+        let first = calls.first()?.clone();
+        let mut product = first.product.clone();
+        (product.m, product.n, product.k) = match pieces.cut {
+            Cut::Rows => (
+                calls.iter().map(|call| call.product.m).sum(),
+                product.n,
+                product.k,
+            ),
+            Cut::Columns => (
+                product.m,
+                calls.iter().map(|call| call.product.n).sum(),
+                product.k,
+            ),
+            Cut::Depth => (
+                product.m,
+                product.n,
+                calls.iter().map(|call| call.product.k).sum(),
+            ),
+        };
+        let lies = |(call, frame): (&ProductCall, &Frame)| {
+            call.left.0 == Buffer::Value(frame.left.0)
+                && call.product.m == frame.extent(&frame.rows) as u64
+                && call.product.n == frame.extent(&frame.columns) as u64
+        };
+        let is_alike = |call: &ProductCall| {
+            let [own, other] = [call, &first].map(|call| &call.product);
+            (own.left.transposed, own.right.transposed) == (other.left.transposed, other.right.transposed)
+                && (own.result, own.scalars, &own.epilogue) == (other.result, other.scalars, &other.epilogue)
+        };
+        let fits = calls.iter().zip(&pieces.frames).all(lies) && calls.iter().all(is_alike);
+        fits.then_some(Self {
+            product,
+            pieces: calls,
+            cut: Some(pieces.cut),
+        })
+    }
+
+    /// Where a kernel of the graph finds the product `node`.
+    fn new(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<Self> {
+        if let Some(pieces) = Pieces::new(graph, kernel, node, options.layouts) {
+            return Self::of(&pieces, options.tf32);
+        }
+        let frame = Frame::new(graph, kernel, node, options.layouts)?;
+        let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
+            return None;
+        };
+        let extents = [&frame.rows, &frame.columns].map(|dims| frame.extent(dims) as u64);
+        let lies = call.left.0 == Buffer::Value(frame.left.0) && [call.product.m, call.product.n] == extents;
+        lies.then(|| Self::whole(call))
+    }
+
+    /// Whether the template computes it, if the result begins `start` bytes behind its buffer's.
+    fn are_taken(&self, start: impl Fn(&ProductCall) -> usize) -> bool {
+        let takes = |call: &ProductCall| is_taken(&call.product, [call.left.1, call.right.1, start(call)]);
+        self.pieces.iter().all(takes)
+            && (self.cut != Some(Cut::Rows) || self.extents().all(|rows| rows.is_multiple_of(TILE_ROWS)))
+    }
+
+    /// The extents of the pieces along the cut.
+    fn extents(&self) -> impl Iterator<Item = u64> {
+        let extent = |call: &ProductCall| match self.cut {
+            Some(Cut::Columns) => call.product.n,
+            Some(Cut::Depth) => call.product.k,
+            _ => call.product.m,
+        };
+        self.pieces.iter().map(extent)
+    }
+
+    /// The width whose tiles take the least time on so many multiprocessors, and lie in one piece each; none
+    /// if no tile does.
+    fn columns(&self, widths: [(u64, f64); 3], processors: u32) -> Option<u64> {
+        let product = &self.product;
+        let steps = product.k.div_ceil(DEPTH) as f64;
+        let clocks = |&(columns, step): &(u64, f64)| {
+            let tiles = product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(columns);
+            tiles.div_ceil(u64::from(processors.max(1))) as f64 * (steps * step + TILE_CLOCKS)
+        };
+        let whole = |&(columns, _): &(u64, f64)| {
+            self.cut != Some(Cut::Columns) || self.extents().all(|extent| extent.is_multiple_of(columns))
+        };
+        let widths = widths.into_iter().filter(whole);
+        let best = widths.min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
+        best.map(|(columns, _)| columns)
+    }
+
+    /// The steps of the depth that all tiles of a column take: those of each piece begin anew.
+    fn reach(&self) -> u64 {
+        match self.cut {
+            Some(Cut::Depth) => self.extents().map(|extent| extent.next_multiple_of(DEPTH)).sum(),
+            _ => self.product.k,
+        }
+    }
+}
+
+/// An operand in the kernel's text: parameters, arguments, and the statement that declares its pieces as
+/// `name`.
+struct Declared {
+    parameters: Vec<String>,
+    arguments: Vec<Argument>,
+    statement: String,
+}
+
+/// Declares the left operand (0) or the right one (1).
+fn declared(operands: &Operands, side: usize, columns: u64) -> Declared {
+    let name = ["left", "right"][side];
+    let in_pieces = match operands.cut {
+        Some(Cut::Rows) => side == 0,
+        Some(Cut::Columns) => side == 1,
+        Some(Cut::Depth) => true,
+        None => false,
+    };
+    let count = if in_pieces { operands.pieces.len() } else { 1 };
+    let mut own = Declared {
+        parameters: Vec::new(),
+        arguments: Vec::new(),
+        statement: String::new(),
+    };
+    let (mut names, mut starts) = (Vec::new(), Vec::new());
+    let mut start = 0;
+    for ((number, call), extent) in operands
+        .pieces
+        .iter()
+        .enumerate()
+        .zip(operands.extents())
+        .take(count)
+    {
+        let parameter = if count > 1 {
+            format!("{name}{number}")
+        } else {
+            name.to_owned()
+        };
+        let (buffer, bytes) = [call.left, call.right][side];
+        own.arguments.push(Argument::Matrix(
+            buffer,
+            bytes,
+            boxes(&call.product, columns)[side],
+        ));
+        own.parameters
+            .push(format!("const __grid_constant__ kiln_matrix {parameter}"));
+        names.push(format!("&{parameter}"));
+        starts.push(start.to_string());
+        start += match operands.cut {
+            Some(Cut::Depth) => extent.next_multiple_of(DEPTH),
+            _ => extent,
+        };
+    }
+    own.statement = format!(
+        "const kiln_product_pieces<{count}> {name}s = {{ {{ {} }}, {{ {} }} }};\n",
+        names.join(", "),
+        starts.join(", ")
+    );
+    own
+}
+
 /// What the warps that finish do, or those that multiply where none finish.
 struct Finish {
     /// Declarations in front of the kernel.
@@ -195,46 +360,40 @@ struct Finish {
 }
 
 /// The launch of a product of `case`.
-fn launch(
-    product: &Product,
-    operands: [(Buffer, usize); 2],
-    case: Case,
-    processors: u32,
-    finish: Finish,
-) -> Launch {
+fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> Launch {
+    let product = &operands.product;
     let (element, instruction) = element(product.left.number);
     let mut helpers = format!(
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
          static constexpr int TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
-         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {};\n{}}};\n",
+         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {};\n{}}};\n",
         case.columns,
         case.stages(),
         case.finishers(),
         product.left.transposed,
         !product.right.transposed,
+        operands.cut == Some(Cut::Depth),
         instructions(case.columns as usize, instruction),
     );
     helpers.push_str(&finish.helpers);
+    let [left, right] = [0, 1].map(|side| declared(operands, side, case.columns));
     let mut body = format!(
         "const kiln_product_shared<@_case> shared;\nconst kiln_product_size size = {{ {}, {}, {} }};\n\
-         if (threadIdx.x < 32) {{\nkiln_product_load<@_case>(&left, &right, size, shared);\n\
+         if (threadIdx.x < 32) {{\n{}{}kiln_product_load<@_case>(lefts, rights, size, shared);\n\
          }} else if (threadIdx.x >= 128 && threadIdx.x < 384) {{\n\
          kiln_product_multiply<@_case>(size, shared, [&](int row, int column, float first, float second) {{ {} }});\n}}",
-        product.m, product.n, product.k, finish.store
+        product.m,
+        product.n,
+        operands.reach(),
+        left.statement,
+        right.statement,
+        finish.store
     );
     if case.finishes {
         let _ = write!(body, " else {{\n{}}}", finish.finish);
     }
-    let matrices = boxes(product, case.columns);
-    let mut arguments: Vec<Argument> = operands
-        .iter()
-        .zip(matrices)
-        .map(|(&(buffer, bytes), boxes)| Argument::Matrix(buffer, bytes, boxes))
-        .collect();
-    arguments.extend(finish.arguments);
-    let matrix = |name: &str| format!("const __grid_constant__ kiln_matrix {name}");
-    let mut parameters = vec![matrix("left"), matrix("right")];
-    parameters.extend(finish.parameters);
+    let arguments = [left.arguments, right.arguments, finish.arguments].concat();
+    let parameters = [left.parameters, right.parameters, finish.parameters].concat();
     Launch {
         text: FunctionText {
             helpers,
@@ -263,11 +422,12 @@ fn each_row(ty: &str, row_name: &str, statements: &str) -> String {
 }
 
 /// The product alone, by tiles of so many columns.
-fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
-    let product = &call.product;
+fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
+    let product = &operands.product;
     let finishes = product.result.number != Number::F32;
     let leading = product.result.leading;
-    let arguments = vec![Argument::Part(call.result.0, call.result.1)];
+    let (result, start) = operands.pieces[0].result;
+    let arguments = vec![Argument::Part(result, start)];
     let finish = match finishes {
         true => {
             let (element, _) = element(product.left.number);
@@ -296,34 +456,57 @@ fn alone(call: &ProductCall, columns: u64, processors: u32) -> Launch {
         },
     };
     let case = Case { columns, finishes };
-    launch(product, [call.left, call.right], case, processors, finish)
+    launch(operands, case, processors, finish)
+}
+
+/// Whether the template may compute products alone here, of so many operations.
+fn is_tried(flop: f64, options: &EmitOptions<'_>) -> bool {
+    let tried = match options.warpgroups {
+        Warpgroups::WherePays => flop >= LEAST_FLOP,
+        Warpgroups::Always => true,
+        Warpgroups::Never => false,
+    };
+    tried && options.capability == CAPABILITY
+}
+
+/// What the device times for `product`.
+fn trial(product: &Product, options: &EmitOptions<'_>) -> Trial {
+    Trial {
+        product: product.clone(),
+        always: options.warpgroups == Warpgroups::Always,
+    }
+}
+
+/// The launch that computes a product in pieces, if the template does, and what it is timed as.
+pub(super) fn of_pieces(pieces: &Pieces, options: &EmitOptions<'_>) -> Option<(Launch, Trial)> {
+    let operands = Operands::of(pieces, options.tf32)?;
+    let product = &operands.product;
+    // The parts of the result begin where its tiles do.
+    if !is_tried(product.flop(), options) || !operands.are_taken(|call| call.result.1) {
+        return None;
+    }
+    let columns = operands.columns(WIDTHS, options.processors)?;
+    let own = alone(&operands, columns, options.processors);
+    Some((own, trial(product, options)))
 }
 
 /// The call with the template as the alternative that the device times, where it has one.
 pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
+    let operands = Operands::whole(&call);
     let product = &call.product;
-    let tried = match options.warpgroups {
-        Warpgroups::WherePays => product.flop() >= LEAST_FLOP,
-        Warpgroups::Always => true,
-        Warpgroups::Never => false,
-    };
-    if !tried
-        || options.capability != CAPABILITY
-        || !is_taken(product, [call.left.1, call.right.1, call.result.1])
-    {
-        return Call::Product(Box::new(call));
+    let columns = operands.columns(WIDTHS, options.processors);
+    match columns.filter(|_| is_tried(product.flop(), options) && operands.are_taken(|call| call.result.1)) {
+        Some(columns) => {
+            let own = alone(&operands, columns, options.processors);
+            let trial = trial(product, options);
+            Call::Either(
+                vec![Call::Product(Box::new(call))],
+                vec![Call::Launch(own)],
+                Some(Box::new(trial)),
+            )
+        }
+        None => Call::Product(Box::new(call)),
     }
-    let columns = columns(product, WIDTHS, options.processors);
-    let own = alone(&call, columns, options.processors);
-    let trial = Trial {
-        product: product.clone(),
-        always: options.warpgroups == Warpgroups::Always,
-    };
-    Call::Either(
-        vec![Call::Product(Box::new(call))],
-        vec![Call::Launch(own)],
-        Some(Box::new(trial)),
-    )
 }
 
 /// The product `node` with `nest` behind it; none if the template does not compute it, or would leave most
@@ -342,27 +525,22 @@ fn together(
         return None;
     }
     let value = graph.node(node).outputs[0];
-    let frame = Frame::new(graph, kernel, node, options.layouts)?;
-    let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
-        return None;
-    };
+    let operands = Operands::new(graph, kernel, node, options)?;
+    let product = &operands.product;
     let result = ResultFrame::product(graph, value, dims);
     let placed = result.place(graph, nest, value, nest.maps.get(&value)?);
     let [1, rows, column_count] = result.extents[..] else {
         return None;
     };
-    let is_as_it_lies = call.left.0 == Buffer::Value(frame.left.0)
-        && (call.product.m, call.product.n) == (rows as u64, column_count as u64);
     let along = epilogue::vector_variable(graph, &placed, value, &[COL]);
-    if !is_as_it_lies
+    if (product.m, product.n) != (rows as u64, column_count as u64)
         || along != Some(COL)
-        || call.product.result.number == Number::F32
-        || !is_taken(&call.product, [call.left.1, call.right.1, 0])
+        || product.result.number == Number::F32
+        || !operands.are_taken(|_| 0)
     {
         return None;
     }
-    let product = &call.product;
-    let columns = columns(product, WIDTHS_WITH_NEST, options.processors);
+    let columns = operands.columns(WIDTHS_WITH_NEST, options.processors)?;
     let case = Case {
         columns,
         finishes: true,
@@ -372,13 +550,7 @@ fn together(
         column: (COL, NEIGHBOURS as i64),
     };
     let finish = finish(&statements(graph, &placed, value, loops));
-    Some(launch(
-        product,
-        [call.left, call.right],
-        case,
-        options.processors,
-        finish,
-    ))
+    Some(launch(&operands, case, options.processors, finish))
 }
 
 /// The warps that finish, with the statements of a nest.
@@ -466,7 +638,7 @@ fn one_after_the_other(
 }
 
 /// Lets a call find `buffer` at byte `at` of working memory.
-fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
+pub(super) fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
     match call {
         Call::Product(product) if product.result.0 == buffer => {
             let copies = [None, None, Some(at + product.result.1)];

@@ -16,7 +16,7 @@
 // columns). A turned one, whose neighbours are along its rows (or columns), has a row for each step of the depth, in blocks of 64 of them.
 //
 // What a case C says: STAGES, TILE_COLUMNS, FINISHERS (threads; none where those who multiply store their results), LEFT_TURNED,
-// RIGHT_TURNED, `element`, and two functions of the tile's width: `multiply` and `settle`.
+// RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands lie in several matrices along the depth), `element`, and two functions of the tile's width: `multiply` and `settle`.
 
 // Where the engine finds a matrix: written by the driver.
 struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
@@ -197,32 +197,61 @@ private:
     }
 };
 
+// An operand that lies in COUNT matrices: their rows (or columns, or steps of the depth) are numbered on from one to the next. Each begins
+// at the border of a tile (or of a place).
+template <int COUNT> struct kiln_product_pieces {
+    const kiln_matrix* each[COUNT];
+    int starts[COUNT];
+
+    // The matrix that has number `at` of all, which becomes a number within it.
+    const kiln_matrix* find(int& at) const
+    {
+        const kiln_matrix* matrix = each[0];
+        int start = 0;
+        #pragma unroll
+        for (int i = 1; i < COUNT; i++)
+            if (at >= starts[i]) matrix = each[i], start = starts[i];
+        at -= start;
+        return matrix;
+    }
+};
+
 // The part of warp 0.
-template <class C> void kiln_product_load(
-    const kiln_matrix* left, const kiln_matrix* right, const kiln_product_size& size, const kiln_product_shared<C>& shared)
+template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
+    const kiln_product_pieces<LEFTS>& lefts, const kiln_product_pieces<RIGHTS>& rights, const kiln_product_size& size,
+    const kiln_product_shared<C>& shared)
 {
     typedef kiln_product_shared<C> S;
     if (threadIdx.x != 0) return;
     int at = 0;
     kiln_u32 round = 0;
     for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
-        for (int from = 0; from < size.reach; from += S::DEPTH) {
+        int row = tile.row, column = tile.column;
+        const kiln_matrix *left = lefts.each[0], *right = rights.each[0];
+        if (!C::DEPTH_IN_PIECES) left = lefts.find(row), right = rights.find(column);
+        for (int step = 0; step < size.reach; step += S::DEPTH) {
+            int from = step;
+            if (C::DEPTH_IN_PIECES) {
+                right = rights.find(from);
+                from = step;
+                left = lefts.find(from);
+            }
             const kiln_u32 barrier = shared.full + 8 * at, to = shared.places + at * S::STAGE;
             kiln_barrier_wait(shared.empty + 8 * at, round ^ 1);
             kiln_barrier_expect(barrier, S::STAGE);
             if (C::LEFT_TURNED) {
                 #pragma unroll
                 for (int i = 0; i < S::TILE_ROWS / 64; i++)
-                    kiln_product_box(to + i * S::BLOCK, left, tile.row + 64 * i, from, barrier);
+                    kiln_product_box(to + i * S::BLOCK, left, row + 64 * i, from, barrier);
             } else {
-                kiln_product_box(to, left, from, tile.row, barrier);
+                kiln_product_box(to, left, from, row, barrier);
             }
             if (C::RIGHT_TURNED) {
                 #pragma unroll
                 for (int i = 0; i < C::TILE_COLUMNS / 64; i++)
-                    kiln_product_box(to + S::LEFT_BYTES + i * S::BLOCK, right, tile.column + 64 * i, from, barrier);
+                    kiln_product_box(to + S::LEFT_BYTES + i * S::BLOCK, right, column + 64 * i, from, barrier);
             } else {
-                kiln_product_box(to + S::LEFT_BYTES, right, from, tile.column, barrier);
+                kiln_product_box(to + S::LEFT_BYTES, right, from, column, barrier);
             }
             if (++at == C::STAGES) at = 0, round ^= 1;
         }
