@@ -426,7 +426,25 @@ impl<'a> Search<'a> {
             && self.graph.dtype(one.outputs[0]) == self.graph.dtype(other.outputs[0])
             && place(node) - place(last) <= BETWEEN
             && same_section(self.graph, &[first, node])
+            && self.is_kept(first) == self.is_kept(node)
             && !self.depends(node, nodes)
+    }
+
+    /// Whether the backward pass reads the result of `node`. One that it does not read would be kept beside one
+    /// that it reads: keys, which are rotated in the forward pass, beside values.
+    fn is_kept(&self, node: Node) -> bool {
+        let mut left = vec![self.result(node)];
+        while let Some(value) = left.pop() {
+            for &user in self.users.of(value) {
+                let data = self.graph.node(user);
+                match data.op {
+                    Op::Reshape(_) | Op::Transpose(_) | Op::Slice { .. } => left.push(data.outputs[0]),
+                    _ if data.provenance.phase.is_after_forward() => return true,
+                    _ => {}
+                }
+            }
+        }
+        false
     }
 
     /// Whether `node` needs a result of `nodes`.
