@@ -8,6 +8,7 @@ use std::sync::Arc;
 use kiln_compiler::{Options, compile};
 use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
+use kiln_cuda::code::FunctionText;
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::HostStep;
@@ -289,16 +290,26 @@ impl Case {
         self.compare(&graph, &expected, &actual, tolerance);
     }
 
-    /// Which of the three kernels are for tensor cores.
-    fn on_tensor_cores(&self, target: &CudaTarget) -> [bool; 3] {
+    /// Of which of the three kernels this holds.
+    fn kernels(&self, target: &CudaTarget, holds: impl Fn(&FunctionText) -> bool) -> [bool; 3] {
         let (graph, _) = self.step();
         let step = compile(&graph, &Options::default(), target).unwrap();
-        let bodies = step.code.functions.iter().map(|function| &function.text.body);
-        let found: Vec<bool> = bodies
-            .filter(|body| !body.contains("_map<"))
-            .map(|body| body.contains("_tensor_"))
+        let texts = step.code.functions.iter().map(|function| &function.text);
+        let found: Vec<bool> = texts
+            .filter(|text| !text.body.contains("_map<"))
+            .map(holds)
             .collect();
         found.try_into().unwrap()
+    }
+
+    /// Which of the three kernels are for tensor cores.
+    fn on_tensor_cores(&self, target: &CudaTarget) -> [bool; 3] {
+        self.kernels(target, |text| text.body.contains("_tensor_"))
+    }
+
+    /// In which of them groups of warps multiply.
+    fn by_groups(&self, target: &CudaTarget) -> [bool; 3] {
+        self.kernels(target, |text| text.helpers.contains("bool WARPGROUPS = true"))
     }
 
     fn check(&self) {
@@ -584,6 +595,74 @@ fn tensor_cores() {
     }
 }
 
+/// What groups of four warps multiply on Hopper: widths of 64 and 128, whole tiles and not, every mask, dropout
+/// with and without whole blocks of draws, heads that share keys. On other devices each warp multiplies.
+fn group_cases() -> [Case; 7] {
+    let all = AttentionDims {
+        mask: true,
+        drop_scores: true,
+        ..AttentionDims {
+            dropout: true,
+            ..HIDDEN
+        }
+    };
+    let cases = [
+        case([1, 2, 2, 64, 64, 64, 64], PLAIN),
+        Case {
+            fill: -60000.0,
+            ..case(
+                [1, 2, 1, 70, 131, 64, 64],
+                AttentionDims {
+                    hidden: true,
+                    ..CAUSAL
+                },
+            )
+        },
+        case(
+            [1, 1, 1, 65, 68, 128, 64],
+            AttentionDims {
+                dropout: true,
+                ..CAUSAL
+            },
+        ),
+        case([1, 2, 1, 64, 192, 64, 128], CAUSAL),
+        case([1, 1, 1, 130, 67, 128, 128], PLAIN),
+        Case {
+            fill: -2.0,
+            stored: Stored::Positions,
+            ..case([2, 2, 1, 20, 68, 64, 64], all)
+        },
+        Case {
+            masks: [[false; 4], [false, false, true, true]],
+            ..case([1, 2, 1, 40, 200, 64, 64], HIDDEN)
+        },
+    ];
+    let half = |dtype| Types {
+        tensors: dtype,
+        numbers: DType::F32,
+    };
+    let mut at = 0;
+    cases.map(|one| {
+        at += 1;
+        let types = half(if at % 2 == 0 { DType::F16 } else { DType::BF16 });
+        Case { types, ..one }
+    })
+}
+
+#[test]
+fn groups_of_warps() {
+    let other = CudaTarget {
+        capability: (8, 0),
+        ..CudaTarget::default()
+    };
+    for one in group_cases() {
+        assert_eq!(one.by_groups(&CudaTarget::default()), [true; 3], "{one:?}");
+        assert_eq!(one.by_groups(&other), [false; 3]);
+        assert_eq!(one.on_tensor_cores(&other), [true; 3]);
+        one.check();
+    }
+}
+
 const TF32: fn() -> CudaTarget = || CudaTarget {
     tf32: true,
     ..CudaTarget::default()
@@ -694,7 +773,7 @@ fn on_a_gpu() {
     }
     let gpu = Gpu::get(0).unwrap();
     let large = case([1, 2, 2, 700, 700, 64, 64], CAUSAL);
-    for one in ordered_cases() {
+    for one in ordered_cases().into_iter().chain(group_cases()) {
         one.check_on_gpu(&gpu, false, one.types.tolerance());
     }
     for one in tf32_cases().into_iter().chain([large]) {
@@ -734,7 +813,8 @@ fn values_with_a_common_part() {
 #[test]
 fn machine_code() {
     let Some(nvrtc) = common::nvrtc() else { return };
-    let mut sources = Vec::new();
+    let mut sources = [Vec::new(), Vec::new()];
+    let capabilities = [(8, 0), (9, 0)];
     let half = Types {
         tensors: DType::BF16,
         numbers: DType::F32,
@@ -769,14 +849,20 @@ fn machine_code() {
         },
     ] {
         let (graph, _) = one.step();
-        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
-        sources.extend(step.code.sources().0);
-        if one.types.tensors == DType::F32 {
-            let step = compile(&graph, &Options::default(), &TF32()).unwrap();
-            sources.extend(step.code.sources().0);
+        for (sources, capability) in sources.iter_mut().zip(capabilities) {
+            let rounds = [false, one.types.tensors == DType::F32];
+            for tf32 in &rounds[..1 + usize::from(rounds[1])] {
+                let target = CudaTarget {
+                    capability,
+                    tf32: *tf32,
+                    ..CudaTarget::default()
+                };
+                let step = compile(&graph, &Options::default(), &target).unwrap();
+                sources.extend(step.code.sources().0);
+            }
         }
     }
-    for capability in [(8, 0), (9, 0)] {
+    for (sources, capability) in sources.into_iter().zip(capabilities) {
         let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
         let cubins = compiler.compile(&sources).unwrap();
         assert!(cubins.iter().all(|cubin| !cubin.image.is_empty()));

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::operands::{Operands, View, ctype};
 use super::plan::{Plan, TensorPlan};
+use crate::kernels::attention::instructions;
 
 /// Half of the cache of the reference machine, in bytes.
 const CACHED: usize = 24 << 20;
@@ -28,7 +29,7 @@ impl Case<'_> {
 
     /// Threads of a block.
     pub fn threads(&self) -> usize {
-        self.tensor.map_or(self.plan.threads, |_| TensorPlan::THREADS)
+        self.tensor.map_or(self.plan.threads, |tensor| tensor.threads())
     }
 
     /// Blocks that share the rows of queries of a head.
@@ -76,7 +77,8 @@ impl Case<'_> {
         })
     }
 
-    /// Heads whose operands the cache holds.
+    /// Heads whose operands the cache holds: as many in each group, for a last group of a few would keep a few
+    /// multiprocessors at work when all others are done.
     fn grouped_heads(&self) -> usize {
         let e = &self.operands.extents;
         let element = if self.operands.query.ctype.starts_with("kiln_") {
@@ -85,7 +87,8 @@ impl Case<'_> {
             self.plan.bytes
         };
         let bytes = e.queries.max(e.keys) * (e.width + e.value_width) * element;
-        (CACHED / bytes).clamp(1, e.batch * e.heads)
+        let all = e.batch * e.heads;
+        all.div_ceil(all.div_ceil((CACHED / bytes).clamp(1, all)))
     }
 
     fn key_tiles(&self) -> usize {
@@ -197,6 +200,15 @@ impl Case<'_> {
             "    static constexpr int ahead = {};",
             operands.ahead.unwrap_or(0)
         );
+        if let Some(tensor) = self.tensor {
+            let by_groups = tensor.groups > 0;
+            let _ = writeln!(text, "    static constexpr bool WARPGROUPS = {by_groups};");
+            if by_groups {
+                let element = operands.query.ctype.trim_start_matches("kiln_");
+                let widths = [e.width, e.value_width];
+                text.push_str(&instructions(tensor.other(), &widths, element));
+            }
+        }
         for (name, flag) in flags {
             let _ = writeln!(text, "    static constexpr bool {name} = {flag};");
         }

@@ -8,7 +8,7 @@
 //!
 //! Types of 16 bits, and f32 where it may be rounded to TF32, are computed by tensor cores where widths are
 //! multiples of 8 up to 128 and rows begin at multiples of 16 bytes; everything else is computed in f32 or
-//! f64 by the plain kernels.
+//! f64 by the plain kernels. On Hopper groups of four warps multiply together where widths are 64 or 128.
 //!
 //! A mask that is causal order, computed from coordinates, is known here (`order`): no launch looks at it,
 //! and nobody reads it.
@@ -27,6 +27,7 @@ use kiln_graph::{Graph, Node, Op};
 use self::case::Case;
 use self::operands::{Gradient, Operands, View};
 use self::plan::{Element, Extents, Plan, TensorPlan};
+use super::product::warpgroups::CAPABILITY;
 use super::{Argument, EmitOptions, KernelCode, Launch};
 use crate::code::FunctionText;
 use crate::kernels::attention::{TEMPLATES, TENSOR_TEMPLATES};
@@ -40,6 +41,7 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     let operands = Operands::new(graph, kernel, node, options)?;
     let mut writer = Writer {
         element: operands.tensor_element(options),
+        has_groups: options.capability == CAPABILITY,
         most_shared_bytes: TensorPlan::most_shared_bytes(options.capability),
         operands,
         code: KernelCode::default(),
@@ -55,6 +57,8 @@ struct Writer {
     operands: Operands,
     /// The elements that tensor cores multiply, if they may compute this.
     element: Option<Element>,
+    /// Whether the device has instructions for groups of warps.
+    has_groups: bool,
     /// Bytes of shared memory that a block may have.
     most_shared_bytes: u32,
     code: KernelCode,
@@ -103,11 +107,18 @@ impl Writer {
     fn tensor(
         &self,
         plan: impl Fn(&Extents, Element) -> Option<TensorPlan>,
-        own_values: bool,
+        of: plan::Kernel,
     ) -> Option<TensorPlan> {
         let extents = &self.operands.extents;
-        plan(extents, self.element?)
-            .filter(|plan| plan.shared_bytes(extents, own_values) <= self.most_shared_bytes)
+        let element = self.element?;
+        let fits = |plan: &TensorPlan| {
+            plan.shared_bytes(extents, of != plan::Kernel::Forward) <= self.most_shared_bytes
+        };
+        let given = self.operands.given_result().is_some();
+        let by_groups = TensorPlan::by_groups(extents, of, given);
+        by_groups
+            .filter(|plan| self.has_groups && element == Element::Half && fits(plan))
+            .or_else(|| plan(extents, element).filter(fits))
     }
 
     /// Bytes of working memory, at a multiple of 256.
@@ -141,7 +152,7 @@ impl Writer {
             body: format!("{}{call}", reading.statements),
             threads: case.threads() as u32,
             device_only: false,
-            blocks: 0,
+            blocks: case.tensor.map_or(0, |tensor| tensor.blocks),
         };
         self.code.calls.push(super::Call::Launch(Launch {
             text,
@@ -204,7 +215,7 @@ impl Writer {
         let case = Case {
             operands: &operands,
             plan,
-            tensor: self.tensor(TensorPlan::forward, false),
+            tensor: self.tensor(TensorPlan::forward, plan::Kernel::Forward),
             views: vec![("out", out)],
         };
         let mut reading = self.operands(&case)?;
@@ -245,8 +256,11 @@ impl Writer {
             ],
         };
         let most_shared = self.most_shared_bytes;
-        let of_queries = case(self.tensor(TensorPlan::d_query, true));
-        let of_keys = case(self.tensor(|e, element| TensorPlan::d_key(e, element, most_shared), true));
+        let of_queries = case(self.tensor(TensorPlan::d_query, plan::Kernel::DQuery));
+        let of_keys = case(self.tensor(
+            |e, element| TensorPlan::d_key(e, element, most_shared),
+            plan::Kernel::DKey,
+        ));
         let common = self.gradient(&of_queries, gradient)?;
         for (case, name, results, heads, weights) in [
             (&of_queries, "d_query", vec![("d_query", d_query)], e.heads, 1),

@@ -284,11 +284,23 @@ void kiln_fragment_combine(float (&sum)[MT][WIDTH / 8][4], const kiln_u32 (&weig
     }
 }
 
+template <class C, int ROWS, int WIDTH> int kiln_attention_element(int row, int column);
+
 // Begins to copy ROWS rows from `first` of a head with `rows` rows into shared memory, WIDTH columns each; zeros behind the last row and column.
 template <class C, class V, int ROWS, int WIDTH, class T, class E>
 void kiln_fragment_fetch(E* to, const T* head, int first, int rows)
 {
-    constexpr int HALF = kiln_fragment_of<T>::HALF, PARTS = WIDTH / HALF;
+    constexpr int HALF = kiln_fragment_of<T>::HALF, PARTS = WIDTH / HALF, STEP = C::THREADS / PARTS;
+    // Where all of a thread's parts are at one column of rows that are STEP apart, they are as far apart in memory.
+    if constexpr (C::whole && C::THREADS % PARTS == 0 && ROWS % STEP == 0 && (!C::WARPGROUPS || STEP % 8 == 0)) {
+        const int line = threadIdx.x / PARTS, column = threadIdx.x % PARTS * HALF;
+        E* place = to + kiln_attention_element<C, ROWS, WIDTH>(line, column);
+        const T* from = head + kiln_attention_place<V>(first + line, column);
+        #pragma unroll
+        for (int i = 0; i < ROWS / STEP; i++)
+            kiln_copy(place + i * STEP * (C::WARPGROUPS ? 64 : kiln_fragment_pitch<T>(WIDTH)), from + i * (STEP * (long long)V::row), true);
+        return;
+    }
     #pragma unroll
     for (int begin = 0; begin < ROWS * PARTS; begin += C::THREADS) {
         const int at = begin + threadIdx.x;
@@ -296,7 +308,7 @@ void kiln_fragment_fetch(E* to, const T* head, int first, int rows)
         const int row = at / PARTS, column = at % PARTS * HALF;
         const bool inside = C::whole || (first + row < rows && (WIDTH == V::columns || column < V::columns));
         const T* from = head + (inside ? kiln_attention_place<V>(first + row, column) : 0);
-        kiln_copy(to + row * kiln_fragment_pitch<T>(WIDTH) + column, from, inside);
+        kiln_copy(to + kiln_attention_element<C, ROWS, WIDTH>(row, column), from, inside);
     }
 }
 

@@ -147,7 +147,7 @@ float kiln_attention_tensor_delta(
     typedef typename C::stored stored;
     constexpr int EACH = 16 / sizeof(stored);
     float sum = 0;
-    if (row < C::queries) {
+    if (C::whole || row < C::queries) {
         #pragma unroll
         for (int c = 0; c < C::value_width; c += 4 * EACH) {
             const int column = c + threadIdx.x % 4 * EACH;
@@ -291,11 +291,11 @@ void kiln_attention_tensor_d_query(
 {
     typedef typename C::stored stored;
     typedef typename kiln_fragment_of<stored>::element element;
-    constexpr int PITCH = kiln_fragment_pitch<stored>(C::WIDE), VALUE_PITCH = kiln_fragment_pitch<stored>(C::VALUE_WIDE);
-    constexpr int KEYS = C::OTHER * PITCH, BOTH = KEYS + C::OTHER * VALUE_PITCH;
-    element* own = (element*)kiln_dynamic_shared();
-    element* own_d_out = own + C::OWN * PITCH;
-    element* tiles = own_d_out + C::OWN * VALUE_PITCH;
+    constexpr int KEYS = kiln_attention_elements<C, C::OTHER, C::WIDE>();
+    constexpr int BOTH = KEYS + kiln_attention_elements<C, C::OTHER, C::VALUE_WIDE>();
+    element* own = (element*)kiln_attention_shared<C>();
+    element* own_d_out = own + kiln_attention_elements<C, C::OWN, C::WIDE>();
+    element* tiles = own_d_out + kiln_attention_elements<C, C::OWN, C::VALUE_WIDE>();
     const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_TILES, C::batch * C::heads);
     const int tile = C::OWN_TILES - 1 - turn.tile, number = turn.number;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
@@ -308,18 +308,30 @@ void kiln_attention_tensor_d_query(
     kiln_fragment_fetch<C, typename C::query_view, C::OWN, C::WIDE>(own, queries, first, C::queries);
     kiln_fragment_fetch<C, typename C::d_out_view, C::OWN, C::VALUE_WIDE>(own_d_out, d_out, first, C::queries);
 
+    const int end = kiln_attention_keys<C>(first + C::OWN);
+    int place = 0;
+    bool left_out = false;
+    auto fetch = [&](int from, int where) {
+        element* to = tiles + where * BOTH;
+        kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
+        kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
+        kiln_copies_end_group();
+    };
+    // The first tile comes while the statistics do; it is another one where tiles count that are hidden altogether.
+    const int early = kiln_attention_next<C>(o, plane, first, 0, end, false, left_out);
+    if (early < end) fetch(early, place);
+
     kiln_attention_tensor_statistics<C> rows = {};
-    bool counts = false;
+    // All that is read for the rows is on its way before the first of it is waited for.
+    float totals[C::MT][2] = {};
+    #pragma unroll
     for (int m = 0; m < C::MT; m++) {
+        #pragma unroll
         for (int h = 0; h < 2; h++) {
             const int at = row + 16 * m + 8 * h;
-            if (C::given) rows.shift[m][h] = kiln_attention_infinity<float>();
-            if (at >= C::queries) continue;
-            const float total = g.stats[(plane.row + at) * 2 + 1];
+            if (!C::whole && at >= C::queries) continue;
+            totals[m][h] = g.stats[(plane.row + at) * 2 + 1];
             rows.most[m][h] = g.stats[(plane.row + at) * 2];
-            rows.share[m][h] = 1 / total;
-            if (C::given) rows.shift[m][h] = kiln_attention_shift(rows.most[m][h], total);
-            counts = counts || o.fill - rows.most[m][h] > -kiln_attention_reach(o.fill);
         }
     }
     if constexpr (C::given) {
@@ -333,29 +345,35 @@ void kiln_attention_tensor_d_query(
             }
         }
     }
+    bool counts = false;
+    #pragma unroll
+    for (int m = 0; m < C::MT; m++) {
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            if (C::given) rows.shift[m][h] = kiln_attention_infinity<float>();
+            if (!C::whole && row + 16 * m + 8 * h >= C::queries) continue;
+            rows.share[m][h] = 1 / totals[m][h];
+            if (C::given) rows.shift[m][h] = kiln_attention_shift(rows.most[m][h], totals[m][h]);
+            counts = counts || o.fill - rows.most[m][h] > -kiln_attention_reach(o.fill);
+        }
+    }
     static_assert(C::OWN % C::TILE == 0, "a block has the rows of one of the counts, or of several");
     if (C::mapped) {
         counts = kiln_attention_any(counts);
         const int at = first / C::TILE + threadIdx.x;
         if (threadIdx.x < C::OWN / C::TILE && at < C::ROW_TILES) g.counts[number * C::ROW_TILES + at] = counts;
     }
-    const int end = kiln_attention_keys<C>(first + C::OWN);
     // Without delta there are two sums of each row.
     constexpr int SUMS = C::given ? C::MT : 2 * C::MT;
     float sums[SUMS][C::WIDE / 8][4] = {};
-    int place = 0;
-    bool left_out = false;
     auto next = [&](int from) {
         return counts ? from : kiln_attention_next<C>(o, plane, first, from, end, false, left_out);
     };
-    auto fetch = [&](int from, int where) {
-        element* to = tiles + where * BOTH;
-        kiln_fragment_fetch<C, typename C::key_view, C::OTHER, C::WIDE>(to, keys, from, C::keys);
-        kiln_fragment_fetch<C, typename C::value_view, C::OTHER, C::VALUE_WIDE>(to + KEYS, values, from, C::keys);
-        kiln_copies_end_group();
-    };
-    int at = next(0);
-    if (at < end) fetch(at, place);
+    int at = C::mapped && counts ? 0 : early;
+    if (C::mapped && at != early && at < end) {
+        kiln_copies_wait();
+        fetch(at, place);
+    }
     if (kiln_fragment_of<stored>::ROUNDED) {
         kiln_copies_wait();
         kiln_fragment_settle<C, C::OWN, C::WIDE>(own);
@@ -368,6 +386,7 @@ void kiln_attention_tensor_d_query(
         kiln_copies_wait();
         kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
         kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + KEYS);
+        kiln_attention_landed<C>();
         __syncthreads();
         if (following < end) fetch(following, 1 - place);
         const element* with = tiles + place * BOTH;
@@ -376,7 +395,7 @@ void kiln_attention_tensor_d_query(
         if (state != KILN_ATTENTION_OPEN)
             for (int m = 0; m < C::MT; m++)
                 hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
-        float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
+        float p[C::MT][C::NT][4], dp[C::MT][C::NT][4];
         if (C::given && !C::dropout) {
             #pragma unroll
             for (int m = 0; m < C::MT; m++)
@@ -385,11 +404,12 @@ void kiln_attention_tensor_d_query(
                     #pragma unroll
                     for (int i = 0; i < 4; i++) dp[m][n][i] = rows.add[m][i / 2];
         }
-        kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
-        kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(dp, own_d_out + warp * VALUE_PITCH, with + KEYS);
+        kiln_attention_dot<C, C::WIDE, true>(p, own, with);
+        kiln_attention_dot<C, C::VALUE_WIDE, !(C::given && !C::dropout)>(dp, own_d_out, with + KEYS);
         if (C::dropout)
             for (int m = 0; m < C::MT; m++)
                 kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
+        kiln_attention_settle<C>(p, dp);
         kiln_u32 weights[SUMS][C::NT][kiln_fragment_of<stored>::WORDS];
         const bool plain = kiln_attention_plain<C>(state, first, at, C::OTHER);
         if constexpr (C::given) {
@@ -405,7 +425,8 @@ void kiln_attention_tensor_d_query(
                 kiln_attention_tensor_d_scores<C, false>(
                     o, g, plane, rows, p, dp, kept, hidden, row, at + column, sums, weights);
         }
-        kiln_fragment_combine<stored, SUMS, C::NT, C::WIDE>(sums, weights, with);
+        kiln_attention_combine<C, SUMS, C::WIDE>(sums, weights, with);
+        kiln_attention_settle<C>(sums);
         place = 1 - place;
         at = following;
         state = coming;
@@ -481,13 +502,13 @@ void kiln_attention_tensor_d_key(
 {
     typedef typename C::stored stored;
     typedef typename kiln_fragment_of<stored>::element element;
-    constexpr int PITCH = kiln_fragment_pitch<stored>(C::WIDE), VALUE_PITCH = kiln_fragment_pitch<stored>(C::VALUE_WIDE);
-    constexpr int QUERIES = C::OTHER * PITCH, BOTH = QUERIES + C::OTHER * VALUE_PITCH;
+    constexpr int QUERIES = kiln_attention_elements<C, C::OTHER, C::WIDE>();
+    constexpr int BOTH = QUERIES + kiln_attention_elements<C, C::OTHER, C::VALUE_WIDE>();
     // Of the queries of two tiles: what kiln_attention_tensor_d_columns reads.
     __shared__ kiln_attention_lanes<float, 2> statistics[2][4][C::OTHER / 2];
-    element* own = (element*)kiln_dynamic_shared();
-    element* own_values = own + C::OWN * PITCH;
-    element* tiles = own_values + C::OWN * VALUE_PITCH;
+    element* own = (element*)kiln_attention_shared<C>();
+    element* own_values = own + kiln_attention_elements<C, C::OWN, C::WIDE>();
+    element* tiles = own_values + kiln_attention_elements<C, C::OWN, C::VALUE_WIDE>();
     const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_KEY_TILES, C::batch * C::key_heads);
     const int tile = turn.tile, number = turn.number;
     const int batch = number / C::key_heads, group = number % C::key_heads;
@@ -558,13 +579,14 @@ void kiln_attention_tensor_d_key(
             kiln_copies_wait();
             kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
             kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + QUERIES);
+            kiln_attention_landed<C>();
             __syncthreads();
             if (following < C::queries) fetch(following, 1 - place);
             const element* with = tiles + place * BOTH;
             const int coming = following < C::queries ? plane.template state<C::OTHER, C::OWN>(o, following, first) : 0;
             unsigned kept[C::MT] = {}, hidden[C::MT] = {};
             if (state != KILN_ATTENTION_OPEN) kiln_attention_hidden_in_columns<C>(plane, at, first + warp, hidden);
-            float p[C::MT][C::NT][4] = {}, dp[C::MT][C::NT][4] = {};
+            float p[C::MT][C::NT][4], dp[C::MT][C::NT][4];
             if (!C::dropout) {
                 #pragma unroll
                 for (int n = 0; n < C::NT; n++) {
@@ -575,12 +597,12 @@ void kiln_attention_tensor_d_key(
                         for (int i = 0; i < 4; i++) dp[m][n][i] = add.at[i % 2];
                 }
             }
-            kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(p, own + warp * PITCH, with);
-            kiln_fragment_dot<stored, C::MT, C::NT, C::VALUE_WIDE>(
-                dp, own_values + warp * VALUE_PITCH, with + QUERIES);
+            kiln_attention_dot<C, C::WIDE, true>(p, own, with);
+            kiln_attention_dot<C, C::VALUE_WIDE, C::dropout>(dp, own_values, with + QUERIES);
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_columns<C>(o, plane, at, first + warp + 16 * m);
+            kiln_attention_settle<C>(p, dp);
             constexpr int WORDS = kiln_fragment_of<stored>::WORDS;
             kiln_u32 of_values[C::MT][C::NT][WORDS], of_keys[C::MT][C::NT][WORDS];
             if (at + C::OTHER <= C::queries && kiln_attention_plain<C>(state, at, first, C::OWN))
@@ -589,8 +611,9 @@ void kiln_attention_tensor_d_key(
             else
                 kiln_attention_tensor_d_columns<C, false>(
                     o, g, plane, statistics[place], p, dp, kept, hidden, row, at, of_values, of_keys);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::VALUE_WIDE>(d_values, of_values, with + QUERIES);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::WIDE>(d_keys, of_keys, with);
+            kiln_attention_combine<C, C::MT, C::VALUE_WIDE>(d_values, of_values, with + QUERIES);
+            kiln_attention_combine<C, C::MT, C::WIDE>(d_keys, of_keys, with);
+            kiln_attention_settle<C>(d_values, d_keys);
             if (following < C::queries) put(1 - place);
             place = 1 - place;
             at = following;

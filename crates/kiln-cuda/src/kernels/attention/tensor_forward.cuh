@@ -170,10 +170,10 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
 {
     typedef typename C::stored stored;
     typedef typename kiln_fragment_of<stored>::element element;
-    constexpr int KEYS = C::OTHER * kiln_fragment_pitch<stored>(C::WIDE);
-    constexpr int BOTH = KEYS + C::OTHER * kiln_fragment_pitch<stored>(C::VALUE_WIDE);
-    element* own = (element*)kiln_dynamic_shared();
-    element* tiles = own + C::OWN * kiln_fragment_pitch<stored>(C::WIDE);
+    constexpr int KEYS = kiln_attention_elements<C, C::OTHER, C::WIDE>();
+    constexpr int BOTH = KEYS + kiln_attention_elements<C, C::OTHER, C::VALUE_WIDE>();
+    element* own = (element*)kiln_attention_shared<C>();
+    element* tiles = own + kiln_attention_elements<C, C::OWN, C::WIDE>();
     const kiln_attention_turn turn = kiln_attention_turn_of<C>(blockIdx.x, C::OWN_TILES, C::batch * C::heads);
     const int tile = C::OWN_TILES - 1 - turn.tile, number = turn.number;
     const kiln_attention_plane<C> plane(o, number / C::heads, number % C::heads);
@@ -219,6 +219,7 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             kiln_copies_wait();
             kiln_fragment_settle<C, C::OTHER, C::WIDE>(tiles + place * BOTH);
             kiln_fragment_settle<C, C::OTHER, C::VALUE_WIDE>(tiles + place * BOTH + KEYS);
+            kiln_attention_landed<C>();
             __syncthreads();
             if (following < end) fetch(following, 1 - place);
             const element* with = tiles + place * BOTH;
@@ -227,12 +228,12 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             if (state != KILN_ATTENTION_OPEN)
                 for (int m = 0; m < C::MT; m++)
                     hidden[m] = kiln_attention_hidden_in_rows<C>(plane, first + warp + 16 * m, at);
-            float s[C::MT][C::NT][4] = {};
-            kiln_fragment_dot<stored, C::MT, C::NT, C::WIDE>(
-                s, own + warp * kiln_fragment_pitch<stored>(C::WIDE), with);
+            float s[C::MT][C::NT][4];
+            kiln_attention_dot<C, C::WIDE, true>(s, own, with);
             if (C::dropout)
                 for (int m = 0; m < C::MT; m++)
                     kept[m] = kiln_attention_kept_in_rows<C>(o, plane, first + warp + 16 * m, at);
+            kiln_attention_settle<C>(s);
             kiln_u32 weights[C::MT][C::NT][kiln_fragment_of<stored>::WORDS];
             if (kiln_attention_plain<C>(state, first, at, C::OTHER))
                 kiln_attention_tensor_softmax<C, true>(
@@ -240,7 +241,8 @@ void kiln_attention_tensor_forward(const kiln_attention_operands<C>& o, typename
             else
                 kiln_attention_tensor_softmax<C, false>(
                     o, plane, rows, s, kept, hidden, row, at + column, weights);
-            kiln_fragment_combine<stored, C::MT, C::NT, C::VALUE_WIDE>(rows.sums, weights, with + KEYS);
+            kiln_attention_combine<C, C::MT, C::VALUE_WIDE>(rows.sums, weights, with + KEYS);
+            kiln_attention_settle<C>(rows.sums);
             place = 1 - place;
             at = following;
             state = coming;

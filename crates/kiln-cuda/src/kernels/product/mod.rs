@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 /// Products by groups of warps, for capability 9.0, once in a program.
 pub const WARPGROUP_TEMPLATES: &str = concat!(
     "#ifndef KILN_PRODUCT_WARPGROUPS\n#define KILN_PRODUCT_WARPGROUPS\n",
+    include_str!("../groups.cuh"),
     include_str!("warpgroups.cuh"),
     "#endif\n"
 );

@@ -77,8 +77,6 @@ inline float kiln_near_power_of(float u, float s)
     return kiln_near_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
 }
 
-inline kiln_u32 kiln_address_in_shared(const void* at) { return (kiln_u32)__cvta_generic_to_shared(at); }
-
 inline void kiln_barrier_begin(kiln_u32 barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
@@ -112,12 +110,6 @@ inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, 
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         :: "r"(to), "l"(matrix), "r"(inner), "r"(outer), "r"(barrier) : "memory");
-}
-
-// How `wgmma` finds an operand: where it begins, 1024 bytes from eight rows to the next, and `apart` bytes from a block of 64 to the next.
-inline kiln_u64 kiln_product_operand(kiln_u32 at, int apart)
-{
-    return (kiln_u64)(at >> 4 & 0x3fff) | (kiln_u64)(apart >> 4) << 16 | (kiln_u64)(1024 >> 4) << 32 | (kiln_u64)1 << 62;
 }
 
 // A block's shared memory: places for operands, the tile of results, barriers.
@@ -274,9 +266,9 @@ template <class C, class Store> void kiln_product_multiply(
         for (int from = 0; from < size.reach; from += S::DEPTH) {
             kiln_barrier_wait(shared.full + 8 * at, round);
             const kiln_u32 place = shared.places + at * S::STAGE;
-            kiln_u64 left = kiln_product_operand(place + half * S::BLOCK, S::BLOCK);
-            kiln_u64 right = kiln_product_operand(place + S::LEFT_BYTES, S::BLOCK);
-            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            kiln_u64 left = kiln_group_operand(place + half * S::BLOCK, S::BLOCK);
+            kiln_u64 right = kiln_group_operand(place + S::LEFT_BYTES, S::BLOCK);
+            kiln_group_begin();
             #pragma unroll
             for (int k = 0; k < S::DEPTH / 16; k++) {
                 C::multiply(sums, left, right, from > 0 || k > 0);
@@ -284,7 +276,7 @@ template <class C, class Store> void kiln_product_multiply(
                 left += C::LEFT_TURNED ? 2048 >> 4 : 32 >> 4;
                 right += C::RIGHT_TURNED ? 2048 >> 4 : 32 >> 4;
             }
-            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            kiln_group_commit();
             if (from > 0) {
                 // The step before is over: its place is free.
                 asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
