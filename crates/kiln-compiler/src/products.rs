@@ -19,10 +19,12 @@
 //! itself, and a scheduler that cannot read the pieces where they are stored makes the concatenation after
 //! all. Either way the graph says what is computed.
 //!
+//! Biases that are added to such products are one, too: a nest behind the product adds it.
+//!
 //! A sum of products of 16 bits is rounded once, and not once for each term.
 
 use kiln_graph::op::{BinaryOp, Dims, DotDims, Op};
-use kiln_graph::{Graph, Node, Provenance, Rewriter, TypeError, Users, Value};
+use kiln_graph::{Graph, Node, Provenance, Rewriter, Shape, TypeError, Users, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::options::Options;
@@ -164,13 +166,27 @@ enum Group {
         rest: Vec<Value>,
     },
     /// Products that share an operand: `cut` says which one they do not share.
-    Shared { nodes: Vec<Node>, cut: Cut },
+    Shared {
+        nodes: Vec<Node>,
+        /// What adds a bias to each, if something does.
+        biased: Vec<Biased>,
+        cut: Cut,
+    },
 }
 
 /// A term of a sum: a product, and what is between it and the sum, from the product on.
 struct Term {
     product: Node,
     between: Vec<Node>,
+}
+
+/// What adds a bias to a product: operations that nothing else reads the operands of.
+#[derive(Clone)]
+struct Biased {
+    /// From the product on: casts, and one addition.
+    nodes: Vec<Node>,
+    /// The bias, a number for each column.
+    bias: Value,
 }
 
 struct Search<'a> {
@@ -363,7 +379,9 @@ impl<'a> Search<'a> {
                 .sum();
             if nodes.len() > 1 && self.is_large(elements) {
                 self.taken.extend(&nodes);
-                groups.push(Group::Shared { nodes, cut });
+                let each = nodes.iter().filter(|_| cut == Cut::Columns);
+                let biased = each.filter_map(|&node| self.biased(node)).collect();
+                groups.push(Group::Shared { nodes, biased, cut });
             }
         }
         groups
@@ -385,7 +403,51 @@ impl<'a> Search<'a> {
             return false;
         };
         let extent = graph.shape(data.inputs[side])[axis];
-        extent.is_multiple_of(self.piece) && !self.may_be_followed(data.outputs[0])
+        let stays =
+            || !self.may_be_followed(data.outputs[0]) || (cut == Cut::Columns && self.biased(node).is_some());
+        extent.is_multiple_of(self.piece) && stays()
+    }
+
+    /// What adds a bias to the product `node`, if that is all that may follow it in its kernel.
+    fn biased(&self, node: Node) -> Option<Biased> {
+        let graph = self.graph;
+        let mut value = self.result(node);
+        let (mut nodes, mut bias) = (Vec::new(), None);
+        while bias.is_none() || !self.policy.epilogue_types.contains(&graph.dtype(value)) {
+            let user = self.users.single(value)?;
+            let data = graph.node(user);
+            match (&data.op, &data.inputs[..]) {
+                (Op::Cast(dtype), _) if dtype.is_float() => {}
+                (Op::Binary(BinaryOp::Add), &[a, b]) if bias.is_none() => {
+                    let other = if a == value { b } else { a };
+                    let Op::Broadcast { dims, .. } = &graph.def(other).op else {
+                        return None;
+                    };
+                    let source = graph.def(other).inputs[0];
+                    let last = graph.shape(other).rank() - 1;
+                    let is_row = dims[..] == [last] && graph.shape(source)[0] == graph.shape(other)[last];
+                    bias = Some(is_row.then_some(source)?);
+                }
+                _ => return None,
+            }
+            nodes.push(user);
+            value = data.outputs[0];
+        }
+        let found = Biased { nodes, bias: bias? };
+        (same_section(graph, &[&[node], &found.nodes[..]].concat()) && !self.may_be_followed(value))
+            .then_some(found)
+    }
+
+    /// The operations that add a bias to a product.
+    fn behind(&self, node: Node) -> Option<Vec<&'a Op>> {
+        let biased = self.biased(node)?;
+        Some(
+            biased
+                .nodes
+                .iter()
+                .map(|&node| &self.graph.node(node).op)
+                .collect(),
+        )
     }
 
     /// Whether every reader of a product of 16 bits may be a nest that follows it in its kernel: operations
@@ -427,13 +489,15 @@ impl<'a> Search<'a> {
             && place(node) - place(last) <= BETWEEN
             && same_section(self.graph, &[first, node])
             && self.is_kept(first) == self.is_kept(node)
+            && self.behind(first) == self.behind(node)
             && !self.depends(node, nodes)
     }
 
     /// Whether the backward pass reads the result of `node`. One that it does not read would be kept beside one
     /// that it reads: keys, which are rotated in the forward pass, beside values.
     fn is_kept(&self, node: Node) -> bool {
-        let mut left = vec![self.result(node)];
+        let last = |biased: Biased| self.result(biased.nodes[biased.nodes.len() - 1]);
+        let mut left = vec![self.biased(node).map_or(self.result(node), last)];
         while let Some(value) = left.pop() {
             for &user in self.users.of(value) {
                 let data = self.graph.node(user);
@@ -543,9 +607,10 @@ impl<'a> Writer<'a> {
                         .flat_map(|term| &self.graph.node(term.product).inputs);
                     products.chain(rest).copied().collect()
                 }
-                Some(Group::Shared { nodes, .. }) => {
+                Some(Group::Shared { nodes, biased, .. }) => {
                     let inputs = nodes.iter().flat_map(|&node| &self.graph.node(node).inputs);
-                    inputs.copied().collect()
+                    let biases = biased.iter().map(|biased| &biased.bias);
+                    inputs.chain(biases).copied().collect()
                 }
                 None => self.graph.node(node).inputs.to_vec(),
             };
@@ -562,7 +627,7 @@ impl<'a> Writer<'a> {
             left.pop();
             match group {
                 Some(Group::Sum { root, terms, rest }) => self.sum(*root, terms, rest)?,
-                Some(Group::Shared { nodes, cut }) => self.shared(nodes, *cut)?,
+                Some(Group::Shared { nodes, biased, cut }) => self.shared(nodes, biased, *cut)?,
                 None => {
                     self.rewriter.copy(node)?;
                 }
@@ -614,7 +679,7 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    fn shared(&mut self, nodes: &[Node], cut: Cut) -> Result<(), TypeError> {
+    fn shared(&mut self, nodes: &[Node], biased: &[Biased], cut: Cut) -> Result<(), TypeError> {
         let graph = self.graph;
         let data = graph.node(nodes[0]);
         let Op::DotGeneral(dims) = &data.op else {
@@ -632,13 +697,54 @@ impl<'a> Writer<'a> {
         } else {
             [common, pieces]
         };
-        let whole = self.rewriter.graph.add(data.op.clone(), &operands, p)?;
+        let mut whole = self.rewriter.graph.add(data.op.clone(), &operands, p)?;
         // The rows of the result come first, its columns last.
         let shape = self.rewriter.graph.shape(whole).clone();
         let along = if side == 0 { 0 } else { shape.rank() - 1 };
+        self.cut(
+            nodes.iter().map(|&node| graph.node(node).outputs[0]),
+            whole,
+            along,
+        )?;
+        let Some(first) = biased.first() else {
+            return Ok(());
+        };
+        for &node in &first.nodes {
+            let data = graph.node(node);
+            let p = &data.provenance;
+            let operands = match data.op {
+                Op::Binary(_) => vec![whole, self.biases(biased, &shape, p)?],
+                _ => vec![whole],
+            };
+            whole = self.rewriter.graph.add(data.op.clone(), &operands, p)?;
+        }
+        let last = |biased: &Biased| graph.node(biased.nodes[biased.nodes.len() - 1]).outputs[0];
+        self.cut(biased.iter().map(last), whole, along)
+    }
+
+    /// The biases of products that become one, for each row.
+    fn biases(&mut self, biased: &[Biased], shape: &Shape, p: &Provenance) -> Result<Value, TypeError> {
+        let each: Vec<Value> = biased.iter().map(|it| self.rewriter.map(it.bias)).collect();
+        let all = self.rewriter.graph.add(Op::Concat { axis: 0 }, &each, p)?;
+        let broadcast = Op::Broadcast {
+            shape: shape.clone(),
+            dims: [shape.rank() - 1].into_iter().collect(),
+        };
+        self.rewriter.graph.add(broadcast, &[all], p)
+    }
+
+    /// Replaces values by their parts of `whole`, one after the other along an axis.
+    fn cut(
+        &mut self,
+        values: impl Iterator<Item = Value>,
+        whole: Value,
+        along: usize,
+    ) -> Result<(), TypeError> {
+        let graph = self.graph;
+        let shape = self.rewriter.graph.shape(whole).clone();
         let mut start = 0;
-        for &node in nodes {
-            let value = graph.node(node).outputs[0];
+        for value in values {
+            let p = &graph.def(value).provenance;
             let extent = graph.shape(value)[along];
             let ones: Dims = (0..shape.rank()).map(|_| 1).collect();
             let starts: Dims = (0..shape.rank())
@@ -658,10 +764,7 @@ impl<'a> Writer<'a> {
                 limits,
                 steps: ones,
             };
-            let slice = self
-                .rewriter
-                .graph
-                .add(slice, &[whole], &graph.node(node).provenance)?;
+            let slice = self.rewriter.graph.add(slice, &[whole], p)?;
             self.rewriter.replace(value, slice);
             start += extent;
         }

@@ -51,7 +51,12 @@ fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<St
 fn check(graph: &Graph, tolerances: &[f64], what: &str) {
     let (tensors, scalars) = random_arguments(graph, 7);
     let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    for (policy, fuse) in [(POLICY, true), (POLICY, false), (RELUCTANT, true), (PIECEWISE, true)] {
+    for (policy, fuse) in [
+        (POLICY, true),
+        (POLICY, false),
+        (RELUCTANT, true),
+        (PIECEWISE, true),
+    ] {
         let options = Options {
             fuse,
             ..Options::default()
@@ -251,7 +256,10 @@ fn piecewise(text: &str) -> (usize, usize) {
     let graph = Graph::parse(text).unwrap();
     check(&graph, &vec![1e-4; graph.outputs.len()], &graph.name);
     let step = compiled(&graph, PIECEWISE, &Options::default());
-    let products = step.graph.nodes().filter(|(_, node)| node.op.name() == "dot_general");
+    let products = step
+        .graph
+        .nodes()
+        .filter(|(_, node)| node.op.name() == "dot_general");
     (step.schedule.kernels.len(), products.count())
 }
 
@@ -296,6 +304,30 @@ fn products_that_are_added_up_are_one() {
     );
     // The rest of the sum is computed behind the product.
     assert_eq!(kernels, (1, 1));
+}
+
+#[test]
+fn biases_of_products_that_become_one_are_one() {
+    let kernels = piecewise(
+        "graph @biased {
+          %x = parameter 0 : f32[6,10]
+          %p = parameter 1 : f32[10,4]
+          %q = parameter 2 : f32[10,8]
+          %b = parameter 3 : f32[4]
+          %c = parameter 4 : f32[8]
+          %1 = dot_general %x, %p {a_contract=[1], b_contract=[0]} : f32[6,4]
+          %2 = broadcast %b {dims=[1]} : f32[6,4]
+          %3 = add %1, %2 : f32[6,4]
+          %4 = dot_general %x, %q {a_contract=[1], b_contract=[0]} : f32[6,8]
+          %5 = broadcast %c {dims=[1]} : f32[6,8]
+          %6 = add %4, %5 : f32[6,8]
+          %7 = reduce max %3 {axes=[1]} : f32[6]
+          %8 = reduce max %6 {axes=[1]} : f32[6]
+          return %7, %8
+        }",
+    );
+    // The biases are copied together; the nest behind the product adds them.
+    assert_eq!(kernels, (5, 1));
 }
 
 /// Two that are read before they could be one: `b` needs what is made of `a`, and of two pairs each needs one

@@ -176,6 +176,33 @@ const SUM_AND_RESIDUAL: &str = "graph @sum_and_residual {
   return %out
 }";
 
+/// Three products of one operand, each with a bias of f32.
+const BIASED: &str = "graph @biased {
+  %x = parameter 0 : T[8,163,72]
+  %w0 = parameter 1 : T[72,512]
+  %b0 = parameter 2 : f32[512]
+  %w1 = parameter 3 : T[72,256]
+  %b1 = parameter 4 : f32[256]
+  %w2 = parameter 5 : T[72,640]
+  %b2 = parameter 6 : f32[640]
+  %p0 = dot_general %x, %w0 {a_contract=[2], b_contract=[0]} : T[8,163,512]
+  %f0 = cast %p0 : f32[8,163,512]
+  %r0 = broadcast %b0 {dims=[2]} : f32[8,163,512]
+  %s0 = add %f0, %r0 : f32[8,163,512]
+  %o0 = cast %s0 : T[8,163,512]
+  %p1 = dot_general %x, %w1 {a_contract=[2], b_contract=[0]} : T[8,163,256]
+  %f1 = cast %p1 : f32[8,163,256]
+  %r1 = broadcast %b1 {dims=[2]} : f32[8,163,256]
+  %s1 = add %f1, %r1 : f32[8,163,256]
+  %o1 = cast %s1 : T[8,163,256]
+  %p2 = dot_general %x, %w2 {a_contract=[2], b_contract=[0]} : T[8,163,640]
+  %f2 = cast %p2 : f32[8,163,640]
+  %r2 = broadcast %b2 {dims=[2]} : f32[8,163,640]
+  %s2 = add %f2, %r2 : f32[8,163,640]
+  %o2 = cast %s2 : T[8,163,640]
+  return %o0, %o1, %o2
+}";
+
 /// `text` with elements of `dtype`.
 fn graph(text: &str, dtype: &str) -> Graph {
     Graph::parse(&text.replace("T[", &format!("{dtype}["))).unwrap_or_else(|error| panic!("{error}"))
@@ -202,6 +229,7 @@ pub fn joined(dtype: &str) -> Vec<Joined> {
     let rounded: &[f64] = &[0.75];
     [
         (SHARED, 2, None),
+        (BIASED, 1, None),
         (SUM, 1, Some(rounded)),
         (SUM_AND_RESIDUAL, 1, None),
     ]

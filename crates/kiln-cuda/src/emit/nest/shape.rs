@@ -3,6 +3,7 @@
 
 use kiln_compiler::index::Index;
 use kiln_compiler::schedule::class::is_expensive;
+use kiln_compiler::schedule::nest::vars;
 use kiln_graph::Graph;
 use rustc_hash::FxHashSet;
 
@@ -90,6 +91,9 @@ struct Kept {
     /// room, so that all its loads are under way at once.
     once: FxHashSet<Key>,
     once_bytes: i64,
+    /// Those of them that a later pass than the first loads, from the row: that pass would wait for them anew.
+    later: FxHashSet<Key>,
+    later_bytes: i64,
 }
 
 /// Which values a thread may keep for later passes over a row.
@@ -143,12 +147,21 @@ impl Kept {
         let once = all
             .iter()
             .filter(|(key, passes)| !several(**passes) && loaded(key) && !at_loaded(key));
+        let rows = space.loops.row_set();
+        let is_later = |(key, passes): &(&Key, &u64)| passes.trailing_zeros() > 0 && vars(&key.1) & rows != 0;
+        let later: FxHashSet<Key> = once
+            .clone()
+            .filter(is_later)
+            .map(|(key, _)| key.clone())
+            .collect();
         let once: FxHashSet<Key> = once.map(|(key, _)| key.clone()).collect();
         Self {
             bytes: (0..63).map(live_behind).max().unwrap_or(0),
             keys: own().map(|(key, _)| key.clone()).collect(),
             once_bytes: once.iter().map(size).sum(),
             once,
+            later_bytes: later.iter().map(size).sum(),
+            later,
         }
     }
 }
@@ -179,6 +192,8 @@ pub(super) fn shape(graph: &Graph, space: &Space) -> (Shape, FxHashSet<Key>) {
         let mut keys = all.keys;
         if fits(space, &lates, group, all.bytes + all.once_bytes) {
             keys.extend(all.once);
+        } else if fits(space, &lates, group, all.bytes + all.later_bytes) {
+            keys.extend(all.later);
         }
         return (complete(space, &lates, group, true), keys);
     }
@@ -299,7 +314,9 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     let each = match late {
         false => abreast,
         true => {
-            let fill = (132 * 1024 / threads).min(1056).min(rows / abreast.max(8));
+            // As many threads as [`Shape::blocks_of_a_multiprocessor`] has registers for.
+            let most = if unrolled { 512 } else { 1024 };
+            let fill = (132 * most / threads).min(1056).min(rows / abreast.max(8));
             let blocks = fill.max(rows / (abreast * LONGEST)).max(1);
             ceil(ceil(rows, blocks), abreast) * abreast
         }
