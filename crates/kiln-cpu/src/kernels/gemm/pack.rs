@@ -1,7 +1,7 @@
 //! Code that copies a panel of an operand into the layout of the tiles: `packed[k * width + r]`, for
 //! `width` consecutive rows of A or columns of B and one cut of the depth.
 
-use super::{At, Axis, Memory, Operand, contiguous_axis};
+use super::{At, Axis, Memory, Operand, contiguous_axis, tiles};
 use crate::kernels::element::Factor;
 use crate::kernels::{Width, indent};
 
@@ -14,7 +14,7 @@ use crate::kernels::{Width, indent};
 pub(super) fn panel(operand: &Operand<'_>, factor: Factor, all: usize, width: usize, lanes: usize) -> String {
     match factor {
         Factor::Bf16Pair => Pairs::new(operand, all).panel(width, lanes),
-        Factor::Bf16Tile => Pairs::padded(operand, all).panel(width, lanes),
+        Factor::Bf16Tile => tiles::columns(operand, all, width, lanes),
         _ => elements(operand, width, lanes),
     }
 }

@@ -1,5 +1,5 @@
-//! Panels of A in whole tiles of AMX ([`crate::kernels::tile::amx`]): blocks of 16 steps of the depth, in
-//! each block the rows one after the other, each with 16 pairs of bf16.
+//! Panels in whole tiles of AMX ([`crate::kernels::tile::amx`]): blocks of 16 steps of the depth. A block of A
+//! has the rows one after the other, each with 16 pairs of bf16, and a block of B one tile after the other.
 
 use super::pack::Pairs;
 use super::{Axis, Operand};
@@ -56,6 +56,49 @@ pub(super) fn rows(operand: &Operand<'_>, all: usize, height: usize, lanes: usiz
     text.push_str(&format!(
         "for (int64_t k = k0; k < depth; k++)\n    for (int64_t r = 0; r < {height}; r++)\n        *({}) = r < valid ? {} : 0;\n",
         place("k", "r"),
+        pairs.one()
+    ));
+    text
+}
+
+/// Statements that pack one panel of B of `width` columns, a multiple of 16: a block of 16 steps has a tile for
+/// each 16 columns, and a tile its steps one after the other, each with 16 pairs. Else as [`rows`].
+pub(super) fn columns(operand: &Operand<'_>, all: usize, width: usize, lanes: usize) -> String {
+    debug_assert_eq!(lanes, EXTENT);
+    let pairs = Pairs::padded(operand, all);
+    let (block, tile) = (width * EXTENT, EXTENT * EXTENT);
+    let mut text = format!("int64_t k0 = 0;\n{}", pairs.last());
+    match pairs.contiguous() {
+        Some(Axis::Free) => {
+            let copies: String = (0..width / EXTENT)
+                .map(|t| {
+                    format!(
+                        "        vu_store(packed + k0 * {width} + {} + l * {EXTENT}, {});\n",
+                        t * tile,
+                        pairs.along_free_vector(&format!("(free + {})", t * EXTENT), "(k0 + l)")
+                    )
+                })
+                .collect();
+            text.push_str(&format!(
+                "if (valid == {width})\n    for (; k0 + {EXTENT} <= last; k0 += {EXTENT})\n    for (int64_t l = 0; l < {EXTENT}; l++) {{\n{copies}    }}\n"
+            ));
+        }
+        Some(Axis::Depth) => {
+            let turn = format!(
+                "vu line[{EXTENT}] = {{{{0}}}};\nKILN_UNROLL for (int l = 0; l < {EXTENT}; l++) if (r + l < valid) line[l] = {};\nvu_transpose(line);\nKILN_UNROLL for \
+                 (int l = 0; l < {EXTENT}; l++) vu_store(packed + k0 * {width} + r * {EXTENT} + l * {EXTENT}, line[l]);\n",
+                pairs.along_depth_vector("(free + r + l)", "k0", lanes)
+            );
+            text.push_str(&format!(
+                "for (; k0 + {EXTENT} <= last; k0 += {EXTENT})\n    for (int64_t r = 0; r < {width}; r += {EXTENT}) {{\n{}    }}\n",
+                indent(&turn, 8)
+            ));
+        }
+        None => {}
+    }
+    text.push_str(&format!(
+        "for (int64_t k = k0; k < depth; k++)\n    for (int64_t r = 0; r < {width}; r++)\n        packed[k / {EXTENT} * {block} + r / {EXTENT} * {tile} + k % {EXTENT} * \
+         {EXTENT} + r % {EXTENT}] = r < valid ? {} : 0;\n",
         pairs.one()
     ));
     text
