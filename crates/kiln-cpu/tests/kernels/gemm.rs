@@ -385,6 +385,14 @@ fn whole_and_partial_tiles_of_bf16_match_f64() {
     // Shared by threads, along rows and along columns.
     cases.push(dense(512, 96, 64, [false, false, false]).of_bf16(Storage::F32));
     cases.push(dense(96, 520, 70, [true, false, false]).of_bf16(Storage::F32));
+    // In blocks of panels that were packed before, as far as they go, with the depth cut and with an
+    // epilogue.
+    cases.push(dense(200, 520, 90, [true, true, false]).of_bf16(Storage::F32));
+    cases.push(dense(530, 100, 130, [true, false, false]).of_bf16(Storage::BF16));
+    cases.push(dense(100, 230, 8300, [true, true, false]).of_bf16(Storage::F32));
+    let mut last = dense(64, 300, 160, [false, true, false]).of_bf16(Storage::BF16);
+    last.epilogue = true;
+    cases.push(last);
     check(&cases, 31);
 }
 

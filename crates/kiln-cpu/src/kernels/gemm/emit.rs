@@ -87,6 +87,7 @@ impl Emitter<'_> {
             match plan.parallel {
                 Parallel::Serial => ", one thread",
                 Parallel::Batch => ", threads share the batch",
+                Parallel::Panels if plan.part.is_some() => ", threads share blocks",
                 Parallel::Panels if plan.stream == Stream::Rows => ", threads share the rows",
                 Parallel::Panels => ", threads share the columns",
             },
@@ -142,7 +143,10 @@ impl Emitter<'_> {
                     rows.to_string(),
                 ),
             };
-            format!("{{\n    int64_t valid = {valid};\n{}}}", indent(&body, 4))
+            format!(
+                "{{\n    int64_t valid = {valid};\n    packed += begin * {rows};\n{}}}",
+                indent(&body, 4)
+            )
         };
         let last = plan.row_panels - 1;
         let body = if plan.tiles() && plan.last_rows(*m) < plan.rows {
@@ -162,8 +166,8 @@ impl Emitter<'_> {
             copy(plan.rows) + "\n"
         };
         format!(
-            "/* Packs a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, {factor} \
-             *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+            "/* Packs steps of a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, int64_t begin, int64_t end, \
+             {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
              {m};\n    const int64_t free = {};\n{}}}\n",
             unpack(params),
             self.first_row("panel"),
@@ -186,7 +190,7 @@ impl Emitter<'_> {
             let width = vectors * plan.lanes;
             let body = pack::panel(b, plan.factor, *k, width, plan.lanes);
             format!(
-                "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n{}}}",
+                "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n    packed += begin * {width};\n{}}}",
                 indent(&body, 4)
             )
         };
@@ -205,8 +209,8 @@ impl Emitter<'_> {
             }) + "\n"
         };
         format!(
-            "/* Packs a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, \
-             {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start, depth = args->depth, extent = \
+            "/* Packs steps of a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, int64_t begin, int64_t end, \
+             {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
              {n};\n    const int64_t free = panel * {};\n{}}}\n",
             unpack(params),
             plan.width(),
@@ -232,35 +236,43 @@ impl Emitter<'_> {
         }
     }
 
-    fn stationary_panels(&self) -> usize {
-        match self.plan.stream {
-            Stream::Columns => self.plan.row_panels,
-            Stream::Rows => self.plan.column_panels,
-        }
-    }
-
-    fn streamed_panels(&self) -> usize {
-        match self.plan.stream {
-            Stream::Columns => self.plan.column_panels,
-            Stream::Rows => self.plan.row_panels,
-        }
-    }
-
-    /// `name_stationary(ctx, begin, end, thread)`: packs panels of the stationary operand.
+    /// `name_stationary(ctx, begin, end, thread)`: packs units of the stationary operand, some steps of a
+    /// panel each; where threads share blocks of the result, then those of the streamed operand.
     fn stationary(&self) -> String {
         if !self.stationary_packed() {
             return String::new();
         }
-        let (name, factor) = (&self.spec.name, self.plan.factor.ctype());
-        let (letter, offset) = match self.plan.stream {
-            Stream::Columns => ("a", self.first_row("panel")),
-            Stream::Rows => ("b", format!("(panel * {})", self.plan.width())),
+        let (plan, workspace) = (self.plan, self.workspace);
+        let (name, factor) = (&self.spec.name, plan.factor.ctype());
+        let pack = |letter: &str, at: usize, panel: &str| {
+            let first = match letter {
+                "a" => self.first_row(panel),
+                _ => format!("({panel} * {})", plan.width()),
+            };
+            format!(
+                "{name}_pack_{letter}(args, {panel}, from, to, ({factor} *)(args->workspace + {at}) + {first} * args->depth);\n"
+            )
         };
+        let (mine, other) = match plan.stream {
+            Stream::Columns => ("a", "b"),
+            Stream::Rows => ("b", "a"),
+        };
+        let mut text = pack(mine, workspace.stationary, "panel");
+        if plan.part.is_some() {
+            let stationary = plan.panels().1;
+            text = format!(
+                "if (panel < {stationary}) {text}else {}",
+                pack(other, workspace.streamed, &format!("(panel - {stationary})"))
+            );
+        }
         format!(
-            "static void {name}_stationary(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct \
-             {name}_args *args = ctx;\n    for (int64_t panel = begin; panel < end; panel++)\n        \
-             {name}_pack_{letter}(args, panel, ({factor} *)(args->workspace + {}) + {offset} * args->depth);\n}}\n",
-            self.workspace.stationary
+            "static void {name}_stationary(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
+             *args = ctx;\n    const int64_t runs = (args->depth + {last}) / {steps};\n    for (int64_t unit = begin; unit < end; \
+             unit++) {{\n        const int64_t panel = unit / runs, from = unit % runs * {steps}, to = from + {steps} < args->depth ? \
+             from + {steps} : args->depth;\n{}    }}\n}}\n",
+            indent(&text, 8),
+            steps = plan.pack_steps(),
+            last = plan.pack_steps() - 1,
         )
     }
 
@@ -270,17 +282,27 @@ impl Emitter<'_> {
             name, batch, params, ..
         } = self.spec;
         let (plan, workspace) = (self.plan, self.workspace);
-        let run = |part: &str, panels: usize| match plan.parallel {
+        let run = |part: &str, panels: &str| match plan.parallel {
             Parallel::Panels => {
                 format!("rt->parallel_for(rt->pool, {panels}, 1, {name}_{part}, &args);\n")
             }
             _ => format!("{name}_{part}(&args, 0, {panels}, 0);\n"),
         };
+        let (streamed, stationary) = plan.panels();
         let mut once = String::new();
         if self.stationary_packed() {
-            once.push_str(&run("stationary", self.stationary_panels()));
+            let panels = stationary + if plan.part.is_some() { streamed } else { 0 };
+            let steps = plan.pack_steps();
+            once.push_str(&run(
+                "stationary",
+                &format!("{panels} * ((args.depth + {}) / {steps})", steps - 1),
+            ));
         }
-        once.push_str(&run("panels", self.streamed_panels()));
+        let units = match plan.part {
+            Some(part) => streamed.div_ceil(plan.group) * stationary.div_ceil(part),
+            None => streamed,
+        };
+        once.push_str(&run("panels", &units.to_string()));
         if plan.cuts > 1 {
             once = format!(
                 "for (int64_t start = 0; start < {all}; start += {depth}) {{\n    args.start = start;\n    args.depth = {all} - \

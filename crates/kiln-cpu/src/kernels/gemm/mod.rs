@@ -27,9 +27,10 @@
 //! Products of very few rows with a matrix that is contiguous along the depth have a kernel of their own
 //! ([`dot`]).
 //!
-//! **Threads.** Threads share the streamed panels or, if the batch is large, whole products. Each result
-//! element is computed by one thread in an order that depends on the shape alone, so the bits do not depend
-//! on the thread count.
+//! **Threads.** Threads share the streamed panels or, if the batch is large, whole products. Where tiles of
+//! AMX multiply, packing and uneven shares weigh more: there both operands may be packed first, by all
+//! threads, which then share blocks of the result (`plan::Blocks`). Each result element is computed by one
+//! thread in an order that depends on the shape alone, so the bits do not depend on the thread count.
 
 mod dot;
 mod emit;

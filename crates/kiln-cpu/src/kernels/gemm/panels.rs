@@ -113,12 +113,25 @@ impl<'a> Emitter<'a> {
             Stream::Columns => self.row_loops(&sums, &self.tile(&sums, &calls)),
             Stream::Rows => self.column_loops(&sums, &self.tile(&sums, &calls)),
         };
+        let (streamed, stationary) = plan.panels();
+        let group = plan.group;
+        let groups = match plan.part {
+            Some(part) => {
+                let parts = stationary.div_ceil(part);
+                format!(
+                    "for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t group = unit / {parts} * {group}, group_end = group + {group} < {streamed} ? \
+                     group + {group} : {streamed};\n        const int64_t from = unit % {parts} * {part}, to = from + {part} < {stationary} ? from + {part} : {stationary};\n"
+                )
+            }
+            None => format!(
+                "for (int64_t group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
+                 {group} : end;\n        const int64_t from = 0, to = {stationary};\n"
+            ),
+        };
         format!(
             "static void {name}_panels(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args \
              *args = ctx;\n{}    const int64_t batch = args->batch, ldc = {ldc};\n    const {factor} *stationary = (const {factor} \
-             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {base};\n{}    for (int64_t \
-             group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
-             {group} : end;\n{}{}    }}\n{}}}\n",
+             *)(args->workspace + {});\n    {factor} *streamed = ({factor} *)({});\n{block_at}    {real} *base = {base};\n{}    {groups}{}{}    }}\n{}}}\n",
             unpack(params),
             workspace.stationary,
             self.own(workspace.streamed, workspace.streamed_each),
@@ -126,7 +139,6 @@ impl<'a> Emitter<'a> {
             indent(&self.pack_streamed(), 8),
             indent(&work, 8),
             indent(end, 4),
-            group = plan.group,
         )
     }
 
@@ -143,7 +155,7 @@ impl<'a> Emitter<'a> {
     /// where threads share panels.
     fn own(&self, offset: usize, each: usize) -> String {
         match self.plan.parallel {
-            Parallel::Panels => format!("args->workspace + {offset} + thread * {each}"),
+            Parallel::Panels if each > 0 => format!("args->workspace + {offset} + thread * {each}"),
             _ => format!("args->workspace + {offset}"),
         }
     }
@@ -170,13 +182,15 @@ impl<'a> Emitter<'a> {
     /// C expressions of the addresses where a tile finds its rows of A and its columns of B.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
+        // A thread's own panels begin with those of the group.
+        let first = if plan.part.is_some() { "0" } else { "group" };
         let (packed_a, packed_b) = match plan.stream {
             Stream::Columns => (
                 "stationary + row * args->depth".to_owned(),
-                format!("streamed + (cp - group) * {width} * args->depth"),
+                format!("streamed + (cp - {first}) * {width} * args->depth"),
             ),
             Stream::Rows => (
-                format!("streamed + (rp - group) * {} * args->depth", plan.rows),
+                format!("streamed + (rp - {first}) * {} * args->depth", plan.rows),
                 format!("stationary + cp * {width} * args->depth"),
             ),
         };
@@ -194,14 +208,17 @@ impl<'a> Emitter<'a> {
     /// Packs the streamed panels of a group, unless they are read in place.
     fn pack_streamed(&self) -> String {
         let (plan, name) = (self.plan, &self.spec.name);
+        if plan.part.is_some() {
+            return String::new();
+        }
         match plan.stream {
             Stream::Columns if plan.b_packed => format!(
-                "for (int64_t cp = group; cp < group_end; cp++)\n    {name}_pack_b(args, cp, streamed + (cp - group) * \
+                "for (int64_t cp = group; cp < group_end; cp++)\n    {name}_pack_b(args, cp, 0, args->depth, streamed + (cp - group) * \
                  {} * args->depth);\n",
                 plan.width()
             ),
             Stream::Rows if plan.a_packed => format!(
-                "for (int64_t rp = group; rp < group_end; rp++)\n    {name}_pack_a(args, rp, streamed + (rp - group) * {} \
+                "for (int64_t rp = group; rp < group_end; rp++)\n    {name}_pack_a(args, rp, 0, args->depth, streamed + (rp - group) * {} \
                  * args->depth);\n",
                 plan.rows
             ),
@@ -234,8 +251,7 @@ impl<'a> Emitter<'a> {
     fn row_loops(&self, sums: &Sums<'_>, tile: &str) -> String {
         let finish = self.finish_columns(sums, "group", "group_end", "0");
         format!(
-            "for (int64_t rp = 0; rp < {}; rp++) {{\n    for (int64_t cp = group; cp < group_end; cp++) {{\n{}    }}\n{}}}\n",
-            self.plan.row_panels,
+            "for (int64_t rp = from; rp < to; rp++) {{\n    for (int64_t cp = group; cp < group_end; cp++) {{\n{}    }}\n{}}}\n",
             indent(tile, 8),
             indent(&finish, 4)
         )
@@ -252,19 +268,14 @@ impl<'a> Emitter<'a> {
             indent(tile, 4)
         );
         if finish.is_empty() {
-            return format!(
-                "for (int64_t cp = 0; cp < {}; cp++)\n{}",
-                plan.column_panels,
-                indent(&inner, 4)
-            );
+            return format!("for (int64_t cp = from; cp < to; cp++)\n{}", indent(&inner, 4));
         }
         format!(
-            "for (int64_t wide = 0; wide < {panels}; wide += {WIDE}) {{\n    const int64_t wide_end = wide + {WIDE} < \
-             {panels} ? wide + {WIDE} : {panels};\n    for (int64_t cp = wide; cp < wide_end; cp++)\n{}    for (int64_t rp \
+            "for (int64_t wide = from; wide < to; wide += {WIDE}) {{\n    const int64_t wide_end = wide + {WIDE} < \
+             to ? wide + {WIDE} : to;\n    for (int64_t cp = wide; cp < wide_end; cp++)\n{}    for (int64_t rp \
              = group; rp < group_end; rp++)\n{}}}\n",
             indent(&inner, 8),
             indent(&finish, 8),
-            panels = plan.column_panels,
         )
     }
 

@@ -1,11 +1,15 @@
 //! The decisions of a matrix product: tile, blocks, which operand is packed, what the threads share.
 
+use super::pack::Pairs;
 use super::{Axis, GemmSpec, Operand};
 use crate::isa::Isa;
 use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
-use crate::policy::{BATCH_PRODUCT, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT};
+use crate::policy::{
+    BATCH_PRODUCT, BLOCK_PANELS, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_WASTE, PACK_STEPS, PRODUCT_DEPTH,
+    PRODUCT_L2, SERIAL_PRODUCT,
+};
 
 /// The unit of work that threads share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,6 +55,9 @@ pub(super) struct ProductPlan {
     pub stream: Stream,
     /// Streamed panels that a thread works on at a time.
     pub group: usize,
+    /// Set if both operands are packed before panels meet, and threads share blocks of the result: the
+    /// stationary panels of a block, which has [`Self::group`] streamed ones.
+    pub part: Option<usize>,
     pub parallel: Parallel,
     /// Whether tiles store into the result themselves.
     pub in_result: bool,
@@ -101,10 +108,20 @@ impl ProductPlan {
             false => tile::max_rows(isa, vectors),
         };
         let shared = RowPanels::shared(m, tallest, tiles, sharers);
-        let stream = choose_stream([m, n], shared.waste(m, tallest, sharers), column_panels, sharers);
-        let RowPanels { panels, rows } = match stream {
-            Stream::Rows => shared,
-            Stream::Columns => RowPanels::shared(m, tallest, tiles, 1),
+        let waste = [
+            shared.waste(m, tallest, tiles, sharers),
+            waste(column_panels, sharers),
+        ];
+        let stream = choose_stream([m, n], waste);
+        let alone = RowPanels::shared(m, tallest, tiles, 1);
+        let blocks = match tiles && parallel == Parallel::Panels {
+            true => Blocks::choose(spec, [alone.panels, column_panels], waste, sharers),
+            false => None,
+        };
+        let (stream, RowPanels { panels, rows }) = match (&blocks, stream) {
+            (Some(blocks), _) => (blocks.stream, alone),
+            (None, Stream::Rows) => (stream, shared),
+            (None, Stream::Columns) => (stream, alone),
         };
         let (row_panels, tall_panels) = match tiles {
             // Whole tiles; the last panel may have rows that are not there.
@@ -112,7 +129,10 @@ impl ProductPlan {
             false => (panels, m - panels * (rows - 1)),
         };
         let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
-        let group = (PRODUCT_L2 / panel.max(1)).clamp(1, 8);
+        let group = match &blocks {
+            Some(blocks) => blocks.streamed,
+            None => (PRODUCT_L2 / panel.max(1)).clamp(1, 8),
+        };
         Self {
             factor,
             lanes,
@@ -129,6 +149,7 @@ impl ProductPlan {
             b_packed: factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
             stream,
             group,
+            part: blocks.map(|blocks| blocks.stationary),
             parallel,
             // Tiles store whole vectors, and those of AMX whole tiles.
             in_result: spec
@@ -139,6 +160,23 @@ impl ProductPlan {
                 && n.is_multiple_of(lanes)
                 && (!tiles || m.is_multiple_of(amx::EXTENT)),
         }
+    }
+
+    /// Panels of the streamed operand and of the stationary one.
+    pub fn panels(&self) -> (usize, usize) {
+        match self.stream {
+            Stream::Rows => (self.row_panels, self.column_panels),
+            Stream::Columns => (self.column_panels, self.row_panels),
+        }
+    }
+
+    /// Steps of the depth that are packed at a time: all, or so many that threads have enough to share.
+    pub fn pack_steps(&self) -> usize {
+        let steps = match self.parallel {
+            Parallel::Panels => PACK_STEPS.min(self.depth),
+            _ => self.depth,
+        };
+        steps.max(1)
     }
 
     /// Columns of a full column panel.
@@ -202,7 +240,7 @@ impl RowPanels {
         let cost = |panels: usize| {
             let rows = of(panels);
             let panels = if tiles { m.div_ceil(rows) } else { panels };
-            panels.div_ceil(threads) * Self::cost(rows, tallest)
+            panels.div_ceil(threads) * Self::cost(rows, tallest, tiles)
         };
         let best = (fewest..=most).min_by_key(|&panels| cost(panels));
         // Less than three percent is not worth lower panels.
@@ -219,25 +257,33 @@ impl RowPanels {
         }
     }
 
-    /// What a panel of so many rows costs, in rows: its rows, and reading B, which is about one more where a
-    /// panel has fourteen.
-    fn cost(rows: usize, tallest: usize) -> usize {
-        14 * rows + tallest
+    /// What a panel of so many rows costs. It grows with its rows and with reading B: that is about one row
+    /// more where a panel has fourteen, and two tiles, as many as of A, where it has 32 rows of tiles.
+    fn cost(rows: usize, tallest: usize, tiles: bool) -> usize {
+        match tiles {
+            true => rows + amx::MAX_ROWS,
+            false => 14 * rows + tallest,
+        }
     }
 
     /// The time of the busiest thread beside that of an even share of the highest panels.
-    fn waste(&self, m: usize, tallest: usize, threads: usize) -> f64 {
-        let busiest = self.panels.div_ceil(threads) * Self::cost(self.rows, tallest);
-        let even = m as f64 / tallest as f64 * Self::cost(tallest, tallest) as f64 / threads as f64;
+    fn waste(&self, m: usize, tallest: usize, tiles: bool, threads: usize) -> f64 {
+        let busiest = self.panels.div_ceil(threads) * Self::cost(self.rows, tallest, tiles);
+        let even = m as f64 / tallest as f64 * Self::cost(tallest, tallest, tiles) as f64 / threads as f64;
         busiest as f64 / even
     }
 }
 
-/// The longer side is streamed, unless its panels divide worse among the threads.
-fn choose_stream([m, n]: [usize; 2], rows_waste: f64, column_panels: usize, threads: usize) -> Stream {
-    let columns_waste = (column_panels.div_ceil(threads) * threads) as f64 / column_panels as f64;
-    if (rows_waste - columns_waste).abs() > 0.08 {
-        match rows_waste < columns_waste {
+/// The time of the busiest of `threads` threads that share `panels`, beside that of an even share.
+fn waste(panels: usize, threads: usize) -> f64 {
+    (panels.div_ceil(threads) * threads) as f64 / panels as f64
+}
+
+/// The longer side is streamed, unless its panels divide worse among the threads: `waste` is that of rows and
+/// of columns.
+fn choose_stream([m, n]: [usize; 2], [rows, columns]: [f64; 2]) -> Stream {
+    if (rows - columns).abs() > 0.08 {
+        match rows < columns {
             true => Stream::Rows,
             false => Stream::Columns,
         }
@@ -245,6 +291,61 @@ fn choose_stream([m, n]: [usize; 2], rows_waste: f64, column_panels: usize, thre
         Stream::Rows
     } else {
         Stream::Columns
+    }
+}
+
+/// Blocks of the result that threads share, of panels of both operands that were packed before.
+///
+/// A thread that takes streamed panels alone packs them into its own L2 and needs nothing from the others but
+/// the stationary operand. Blocks cost more, because what one core packs another reads. They divide more
+/// evenly, and each panel that comes from another core is used for a whole block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Blocks {
+    stream: Stream,
+    /// Streamed panels of a block.
+    streamed: usize,
+    /// Stationary panels of a block.
+    stationary: usize,
+}
+
+impl Blocks {
+    /// Blocks, if they pay for a product of so many panels of rows and of columns, whose threads would
+    /// `waste` so much if they shared rows or columns.
+    fn choose(
+        spec: &GemmSpec<'_>,
+        [rows, columns]: [usize; 2],
+        waste: [f64; 2],
+        threads: usize,
+    ) -> Option<Self> {
+        let (stream, streamed, stationary, operand) = match rows > columns {
+            true => (Stream::Rows, rows, columns, &spec.a),
+            false => (Stream::Columns, columns, rows, &spec.b),
+        };
+        let uneven = waste.into_iter().all(|waste| waste > BLOCKS_WASTE);
+        // Each row that is read while such a panel is packed lies in another page.
+        let strided = Pairs::padded(operand, spec.k).contiguous() != Some(Axis::Depth);
+        let pay = uneven || strided || stationary >= BLOCKS_PANELS;
+        (pay && streamed <= BLOCKS_SHARE * threads)
+            .then(|| Self::even(stream, [streamed, stationary], threads))
+    }
+
+    /// The blocks with which the busiest of `threads` threads is done first. A block of g x p panels takes
+    /// the time of g p products of two panels, and g + p times half of that to bring its panels near.
+    fn even(stream: Stream, [streamed, stationary]: [usize; 2], threads: usize) -> Self {
+        let time = |&[g, p]: &[usize; 2]| {
+            let blocks = streamed.div_ceil(g) * stationary.div_ceil(p);
+            blocks.div_ceil(threads) * (2 * g * p + g + p)
+        };
+        // Sizes of which the last block is nearly as large.
+        let sizes =
+            |panels: usize| (1..=BLOCK_PANELS).map(move |most| panels.div_ceil(panels.div_ceil(most)));
+        let all = sizes(streamed).flat_map(|g| sizes(stationary).map(move |p| [g, p]));
+        let [streamed, stationary] = all.min_by_key(time).unwrap_or([1, 1]);
+        Self {
+            stream,
+            streamed,
+            stationary,
+        }
     }
 }
 
@@ -290,7 +391,9 @@ fn pack_b(b: &Operand<'_>, m: usize, n: usize, lanes: usize) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use super::super::Epilogue;
     use super::*;
+    use crate::kernels::element::Storage;
 
     #[test]
     fn rows_divide_among_threads() {
@@ -324,8 +427,62 @@ mod tests {
     fn tiles_divide_among_threads() {
         let panels = |m, threads| RowPanels::shared(m, 32, true, threads);
         assert_eq!(panels(2048, 16), RowPanels { panels: 64, rows: 32 });
-        // 24 panels of 32 rows would be two for some threads and one for others.
-        assert_eq!(panels(768, 16), RowPanels { panels: 48, rows: 16 });
+        // Half of the threads would have none of eight panels of 32 rows.
+        assert_eq!(panels(256, 16), RowPanels { panels: 16, rows: 16 });
         assert_eq!(panels(33, 1), RowPanels { panels: 2, rows: 32 });
+    }
+
+    #[test]
+    fn blocks_divide_among_threads() {
+        let blocks = |panels, threads| {
+            let Blocks {
+                streamed, stationary, ..
+            } = Blocks::even(Stream::Rows, panels, threads);
+            [streamed, stationary]
+        };
+        // One block for each thread.
+        assert_eq!(blocks([24, 24], 16), [6, 6]);
+        assert_eq!(blocks([32, 32], 16), [8, 8]);
+        assert_eq!(blocks([24, 9], 16), [3, 5]);
+        for (panels, threads) in [([1, 1], 16), ([3, 7], 5), ([128, 128], 16), ([9, 9], 2)] {
+            let [streamed, stationary] = blocks(panels, threads);
+            assert!(streamed <= panels[0] && stationary <= panels[1], "{panels:?}");
+        }
+    }
+
+    /// Streamed and stationary panels of a block of a product of bf16 on 16 threads, if threads share blocks.
+    fn blocks_of([m, n, k]: [usize; 3], transposed: [bool; 2]) -> Option<[usize; 2]> {
+        let operand = |free: usize, transposed: bool| {
+            let (free, depth) = if transposed { (1, free) } else { (k, 1) };
+            Operand::stored(Storage::BF16, "x", &[], free as i64, depth as i64)
+        };
+        let spec = GemmSpec {
+            name: String::new(),
+            comment: String::new(),
+            batch: 1,
+            m,
+            n,
+            k,
+            a: operand(m, transposed[0]),
+            b: operand(n, transposed[1]),
+            epilogue: Epilogue::store("y", &[], n as i64, 1),
+            params: Vec::new(),
+            threads: 16,
+        };
+        let plan = ProductPlan::new(&spec, Isa::AmxBf16);
+        plan.part.map(|part| [plan.group, part])
+    }
+
+    #[test]
+    fn threads_share_blocks_where_they_pay() {
+        // Of bert-base: a layer, its gradients of the input and of the weight. B is the weight, whose rows are
+        // those of the depth.
+        assert_eq!(blocks_of([2048, 768, 768], [false, true]), None);
+        assert_eq!(blocks_of([2048, 768, 3072], [false, false]), None);
+        assert_eq!(blocks_of([768, 768, 2048], [true, true]), Some([6, 6]));
+        assert_eq!(blocks_of([1024, 1024, 1024], [false, true]), Some([8, 8]));
+        assert!(blocks_of([768, 3072, 2048], [true, true]).is_some());
+        // The logits of llama-15m: the packed weight would take much memory.
+        assert_eq!(blocks_of([288, 32000, 4096], [true, true]), None);
     }
 }

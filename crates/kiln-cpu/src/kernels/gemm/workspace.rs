@@ -64,6 +64,12 @@ impl Workspace {
         } else {
             0
         };
+        // Panels that all threads have in common lie where those of the first thread would.
+        let (common, streamed_each) = match (plan.part, plan.stream) {
+            (None, _) => (0, streamed_each),
+            (_, Stream::Columns) => (floats(b), 0),
+            (_, Stream::Rows) => (floats(a), 0),
+        };
         let shared = stationary + partial;
         let threads = if plan.parallel == Parallel::Panels {
             spec.threads
@@ -84,7 +90,7 @@ impl Workspace {
         } else {
             floats(block_rows * block_ld)
         };
-        let block = shared + streamed_each * threads;
+        let block = shared + common + streamed_each * threads;
         let whole = block + block_each * threads;
         let (each, total) = match plan.parallel {
             Parallel::Batch => (whole, whole * spec.threads),
