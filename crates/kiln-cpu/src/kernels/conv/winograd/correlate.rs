@@ -34,10 +34,14 @@ pub(in crate::kernels::conv) fn correlate(
     let by_panel = sides.result_channels.is_multiple_of(2 * lanes);
     let channels = [sides.channels, sides.result_channels];
     let cut = Cut::new(g, result, channels, WINOGRAD_READ_WEIGHT, by_panel)?;
+    // Panels of one vector cost little more, and there are twice as many of them: threads that share panels
+    // would else find too few, such as the eight of 256 channels.
+    let vectors = sides.result_channels / lanes;
+    let few = !cut.own && vectors.div_ceil(2) < spec.threads;
     let emitter = Emitter {
         spec,
         direction,
-        panels: Panels::new(sides.result_channels, 2.min(sides.result_channels / lanes), lanes),
+        panels: Panels::new(sides.result_channels, if few { 1 } else { vectors.min(2) }, lanes),
         sides,
         cut,
         pad,
