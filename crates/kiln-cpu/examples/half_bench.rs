@@ -6,7 +6,9 @@
 //! and both gradients, channels-last), and `attention:32x128x64` (heads, positions, width; forward and
 //! gradient). Each line has the best rate of f32, of bf16 with results of bf16, and of bf16 with results of
 //! f32, their share of the rate at which registers alone can be multiplied (of f32, and of pairs or tiles of
-//! bf16, on as many threads), and the time of f32 by that of bf16. The kernels of a line take turns.
+//! bf16, on as many threads), and the time of f32 by that of bf16. The kernels of a line and the two loops on
+//! registers take turns; a share is the median of those of the turns, because what a virtual processor can do
+//! changes with what its neighbours do, within seconds by a factor of two.
 
 use std::time::{Duration, Instant};
 
@@ -61,7 +63,10 @@ const TURNS: usize = 25;
 #[path = "harness/limits.rs"]
 mod limits;
 
-use limits::Limits;
+use limits::{Limits, Peak};
+
+/// Rounds of a loop on registers in a turn: some milliseconds.
+const ROUNDS: usize = 50_000;
 
 type Error = Box<dyn std::error::Error>;
 
@@ -69,14 +74,17 @@ fn main() -> Result<(), Error> {
     let mut arguments = std::env::args().skip(1);
     let threads: usize = arguments.next().map_or(Ok(1), |text| text.parse())?;
     let shapes: Vec<String> = arguments.collect();
+    let toolchain = Toolchain::detect()?;
     let mut bench = Bench {
-        toolchain: Toolchain::detect()?,
         pool: ThreadPool::new(threads),
-        peaks: [f64::INFINITY; 2],
+        peaks: [
+            Peak::of_f32(&toolchain, threads, ROUNDS)?,
+            Peak::of_bf16(&toolchain, threads, ROUNDS)?,
+        ],
+        toolchain,
     };
     let isa = bench.toolchain.isa();
     let limits = Limits::measure(&bench.toolchain, &bench.pool)?;
-    bench.peaks = [limits.f32, limits.bf16];
     println!(
         "{} on {isa}, {threads} threads; {limits}",
         bench.toolchain.version()
@@ -91,8 +99,8 @@ fn main() -> Result<(), Error> {
 struct Bench {
     toolchain: Toolchain,
     pool: ThreadPool,
-    /// GFLOP/s of registers alone.
-    peaks: [f64; 2],
+    /// Registers alone, of f32 and of bf16.
+    peaks: [Peak; 2],
 }
 
 /// A kernel, and the bytes of its parameters.
@@ -106,7 +114,7 @@ impl Bench {
         self.toolchain.isa()
     }
 
-    fn shape(&self, shape: &str) -> Result<(), Error> {
+    fn shape(&mut self, shape: &str) -> Result<(), Error> {
         match shape.split_once(':') {
             Some(("attention", rest)) => self.attention(shape, rest),
             Some((_, rest)) => self.conv(shape, rest),
@@ -114,7 +122,7 @@ impl Bench {
         }
     }
 
-    fn product(&self, shape: &str) -> Result<(), Error> {
+    fn product(&mut self, shape: &str) -> Result<(), Error> {
         let (batch, one) = shape.split_once('*').unwrap_or(("1", shape));
         let batch: usize = batch.parse()?;
         let (sizes, order) = one.split_at(one.find(['n', 't']).unwrap_or(one.len()));
@@ -153,7 +161,7 @@ impl Bench {
         self.line(shape, cases, 2.0 * (batch * m * n * k) as f64)
     }
 
-    fn conv(&self, shape: &str, rest: &str) -> Result<(), Error> {
+    fn conv(&mut self, shape: &str, rest: &str) -> Result<(), Error> {
         let text = rest.replace(['-', 'k', 's', 'g'], "x");
         let [images, channels, size, out_channels, kernel, stride, groups] = numbers(&text)?;
         let pad = kernel / 2;
@@ -220,18 +228,20 @@ impl Bench {
             let bytes = bytes([x, y, w], [of, of, to]);
             Case { kernel, bytes }
         });
-        self.line(shape, correlation(true), flops)?;
-        self.line("       input gradient", correlation(false), flops)?;
+        let [forward, input_grad] = [true, false].map(correlation);
+        self.line(shape, forward, flops)?;
+        self.line("       input gradient", input_grad, flops)?;
         self.line("       weight gradient", weight_grad, flops)
     }
 
-    fn attention(&self, shape: &str, rest: &str) -> Result<(), Error> {
+    fn attention(&mut self, shape: &str, rest: &str) -> Result<(), Error> {
         let [heads, positions, width] = numbers(rest)?;
         let flops = 4.0 * (heads * positions * positions * width) as f64;
         let types = TYPES.map(|[of, _]| of);
         let case = |of, gradient| self.attention_case([heads, positions, width], of, gradient);
-        self.line(shape, types.map(|of| case(of, false)), flops)?;
-        self.line("       gradient", types.map(|of| case(of, true)), 2.5 * flops)
+        let [forward, gradient] = [false, true].map(|gradient| types.map(|of| case(of, gradient)));
+        self.line(shape, forward, flops)?;
+        self.line("       gradient", gradient, 2.5 * flops)
     }
 
     fn attention_case(&self, [heads, positions, width]: [usize; 3], of: Storage, gradient: bool) -> Case {
@@ -312,26 +322,27 @@ impl Bench {
     }
 
     /// Prints the rates of kernels of f32, of bf16, and of bf16 with results of f32.
-    fn line(&self, name: &str, cases: [Case; 3], flops: f64) -> Result<(), Error> {
-        let best = self.best(cases)?;
-        let rates = best.map(|best| flops / best.as_nanos() as f64);
-        let share = |rate: f64, peak: usize| 100.0 * rate / self.peaks[peak];
+    fn line(&mut self, name: &str, cases: [Case; 3], flops: f64) -> Result<(), Error> {
+        let best = self.best(cases, flops)?;
+        let rates = best.map(|(best, _)| flops / best.as_nanos() as f64);
+        let share = |case: usize| 100.0 * best[case].1;
         println!(
             "{name:26} f32 {:6.1} GFLOP/s ({:3.0} %), bf16 {:6.1} ({:3.0} %), to f32 {:6.1} ({:3.0} %), {:.2} and {:.2} times f32",
             rates[0],
-            share(rates[0], 0),
+            share(0),
             rates[1],
-            share(rates[1], 1),
+            share(1),
             rates[2],
-            share(rates[2], 1),
+            share(2),
             rates[1] / rates[0],
             rates[2] / rates[0],
         );
         Ok(())
     }
 
-    /// The shortest time of each kernel; they take turns.
-    fn best<const N: usize>(&self, cases: [Case; N]) -> Result<[Duration; N], Error> {
+    /// The shortest time of each kernel, and the median of its shares of what registers alone did in the same
+    /// turn: the first kernel's of the first loop, the others' of the second.
+    fn best<const N: usize>(&mut self, cases: [Case; N], flops: f64) -> Result<[(Duration, f64); N], Error> {
         let mut steps = Vec::new();
         for case in &cases {
             let files = standalone::step(std::slice::from_ref(&case.kernel), self.isa());
@@ -355,8 +366,17 @@ impl Bench {
             ));
         }
         let mut best = [Duration::MAX; N];
+        let mut shares = [const { Vec::new() }; N];
         for _ in 0..TURNS {
-            for ((step, memory, arena, params), best) in steps.iter_mut().zip(&mut best) {
+            let [f32, bf16] = &mut self.peaks;
+            let mut peaks = [0.0; 2];
+            for _ in 0..2 {
+                for (peak, of) in peaks.iter_mut().zip([&mut *f32, &mut *bf16]) {
+                    *peak = f64::max(*peak, of.rate(&self.pool)?);
+                }
+            }
+            for (case, (step, memory, arena, params)) in steps.iter_mut().enumerate() {
+                let mut least = Duration::MAX;
                 let (mut inputs, mut outputs) = (Vec::new(), Vec::new());
                 for (param, buffer) in params.iter().zip(memory.iter_mut()) {
                     match standalone::is_input(param) {
@@ -375,11 +395,18 @@ impl Bench {
                     let start = Instant::now();
                     // SAFETY: buffers of the sizes the kernel was generated for.
                     unsafe { step.run(&self.pool, arguments, &NoHooks) }?;
-                    *best = (*best).min(start.elapsed());
+                    least = least.min(start.elapsed());
                 }
+                best[case] = best[case].min(least);
+                shares[case].push(flops / least.as_nanos() as f64 / peaks[case.min(1)]);
             }
         }
-        Ok(best)
+        let median = |mut shares: Vec<f64>| {
+            shares.sort_by(f64::total_cmp);
+            shares[shares.len() / 2]
+        };
+        let mut shares = shares.into_iter().map(median);
+        Ok(best.map(|best| (best, shares.next().unwrap_or(0.0))))
     }
 }
 
