@@ -759,6 +759,111 @@ fn resizing_keeps_ratio_and_mean() {
     assert!(train.augment(Picture::filled(0, 3, [0; 3]), &mut rng).is_err());
 }
 
+/// Bilinear resizing by its definition, in doubles: each new pixel is the mean of the old ones under a
+/// triangle that reaches one pixel to each side, of the old image when it grows and of the new one when it
+/// shrinks.
+fn resized(picture: &Picture, width: usize, height: usize) -> Vec<f64> {
+    let weights = |from: usize, to: usize| -> Vec<Vec<(usize, f64)>> {
+        let ratio = from as f64 / to as f64;
+        let reach = ratio.max(1.0);
+        let of = |new: usize| {
+            let centre = (new as f64 + 0.5) * ratio;
+            let weight = |old: usize| (old, 1.0 - ((old as f64 + 0.5 - centre) / reach).abs());
+            let inside: Vec<_> = (0..from)
+                .map(weight)
+                .filter(|(_, weight)| *weight > 0.0)
+                .collect();
+            let sum: f64 = inside.iter().map(|(_, weight)| weight).sum();
+            inside
+                .into_iter()
+                .map(|(old, weight)| (old, weight / sum))
+                .collect()
+        };
+        (0..to).map(of).collect()
+    };
+    let (across, down) = (weights(picture.width, width), weights(picture.height, height));
+    let mut values = vec![];
+    for row in &down {
+        for column in &across {
+            for channel in 0..3 {
+                let part = |&(y, v): &(usize, f64), &(x, h): &(usize, f64)| {
+                    v * h * f64::from(picture.pixel(x, y)[channel])
+                };
+                let sum = row.iter().flat_map(|y| column.iter().map(move |x| part(y, x)));
+                values.push(sum.sum());
+            }
+        }
+    }
+    values
+}
+
+#[test]
+fn resizing_is_within_a_level_of_its_definition() {
+    let mut rng = Rng::at(&[8]);
+    for _ in 0..200 {
+        let mut side = || 1 + rng.index(60);
+        let (width, height, to_width, to_height) = (side(), side(), side(), side());
+        let mut picture = Picture::filled(width, height, [0; 3]);
+        picture.rgb.fill_with(|| rng.bits() as u8);
+        let small = picture.resize(to_width, to_height).unwrap();
+        assert_eq!((small.width, small.height), (to_width, to_height));
+        for (value, exact) in small.rgb.iter().zip(resized(&picture, to_width, to_height)) {
+            assert!(
+                (f64::from(*value) - exact.round()).abs() <= 1.0,
+                "{value} for {exact}, {width}x{height} to {to_width}x{to_height}"
+            );
+        }
+    }
+    let picture = Picture::filled(5, 4, [1, 2, 3]);
+    assert!(matches!(picture.resize(0, 3), Err(DataError::Shape { .. })));
+    assert!(matches!(picture.resize(3, 0), Err(DataError::Shape { .. })));
+    assert!(Picture::filled(0, 4, [0; 3]).resize(2, 2).is_err());
+}
+
+/// Grey pictures are widened and an alpha channel is dropped.
+#[test]
+fn png_files_of_every_kind_are_rgb() {
+    let folder = tempfile::tempdir().unwrap();
+    let save = |name: &str, image: image::DynamicImage| {
+        let path = folder.path().join(name);
+        image.save(&path).unwrap();
+        Picture::open(path).unwrap()
+    };
+    let grey = image::GrayImage::from_fn(3, 2, |x, y| image::Luma([(x * 20 + y) as u8]));
+    assert_eq!(save("grey.png", grey.into()).pixel(2, 1), [41; 3]);
+    let alpha = image::RgbaImage::from_fn(3, 2, |x, y| image::Rgba([x as u8, y as u8, 9, 17]));
+    assert_eq!(save("alpha.png", alpha.into()).pixel(2, 1), [2, 1, 9]);
+}
+
+/// A batch that is not taken keeps the threads from beginning ever more.
+#[test]
+fn several_threads_stop_when_enough_is_prepared() {
+    let dataset = Numbers::new(1000);
+    let made = dataset.made.clone();
+    let loader = Loader::new(dataset, Ok as AsTheyAre, 10)
+        .with_prefetch(2)
+        .with_threads(4);
+    let mut batches = loader.start().unwrap();
+    take(&mut batches, 3);
+    drop(batches);
+    let after = made.load(Ordering::SeqCst);
+    // Three taken, and four open: two ahead, one in the making, and the one that free threads begin
+    // meanwhile.
+    assert!((30..=70).contains(&after), "{after}");
+}
+
+/// Pictures of several sizes are no batch.
+#[test]
+fn a_batch_has_one_size() {
+    let example = |width| ImageExample {
+        picture: Picture::filled(width, 4, [0; 3]),
+        normalisation: Pipeline::plain().normalisation(),
+        label: 0,
+    };
+    let error = ImageBatch::collate(vec![example(4), example(5)]).unwrap_err();
+    assert!(error.to_string().contains("5x4 beside 4x4"), "{error}");
+}
+
 /// Offsets that torchvision's CenterCrop gives.
 #[test]
 fn centre_crops_round_as_torchvision_does() {

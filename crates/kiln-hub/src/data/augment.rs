@@ -1,8 +1,9 @@
 //! Augmentation and normalisation, with the meanings and defaults of torchvision's transforms.
 
 use super::error::DataError;
-use super::image::Picture;
+use super::image::{ImageSource, Picture, Region};
 use super::rng::Rng;
+use super::vector::vectorised;
 
 /// One step on a picture.
 #[derive(Clone, Debug, PartialEq)]
@@ -114,23 +115,78 @@ impl Pipeline {
         Ok(picture)
     }
 
+    /// A picture of a source after the steps, and its label: [`Pipeline::augment`], but of a picture whose
+    /// first step is a crop the source makes only the part that the crop takes.
+    ///
+    /// # Errors
+    /// As [`Pipeline::augment`], and what the source reports.
+    pub(crate) fn load<S: ImageSource + ?Sized>(
+        &self,
+        source: &S,
+        index: usize,
+        rng: &mut Rng,
+    ) -> Result<(Picture, usize), DataError> {
+        let (mut picture, label, rest) = match self.steps.split_first() {
+            Some((&Augment::RandomResizedCrop { size, scale, ratio }, rest)) => {
+                let mut choose = |width, height| random_rectangle(width, height, scale, ratio, rng);
+                let (part, label) = source.part(index, &mut choose)?;
+                (part.resize(size, size)?, label, rest)
+            }
+            _ => {
+                let (picture, label) = source.picture(index)?;
+                (picture, label, &self.steps[..])
+            }
+        };
+        for step in rest {
+            picture = step.apply(picture, rng)?;
+        }
+        Ok((picture, label))
+    }
+
     /// The picture as floats, `[3, height, width]`, channel by channel.
     pub fn normalise(&self, picture: &Picture) -> Vec<f32> {
-        let mut values = Vec::with_capacity(picture.rgb.len());
-        for channel in 0..3 {
-            // (byte / 255 - mean) / deviation as one multiplication and one addition.
-            let scale = 1.0 / (255.0 * self.deviation[channel]);
-            let shift = -self.mean[channel] / self.deviation[channel];
-            values.extend(
-                picture
-                    .rgb
-                    .iter()
-                    .skip(channel)
-                    .step_by(3)
-                    .map(|&b| f32::from(b) * scale + shift),
-            );
-        }
+        let mut values = vec![0.0; picture.rgb.len()];
+        self.normalisation().apply(picture, &mut values);
         values
+    }
+
+    /// How bytes become floats.
+    pub fn normalisation(&self) -> Normalisation {
+        Normalisation {
+            // (byte / 255 - mean) / deviation as one multiplication and one addition.
+            scale: self.deviation.map(|deviation| 1.0 / (255.0 * deviation)),
+            shift: std::array::from_fn(|channel| -self.mean[channel] / self.deviation[channel]),
+        }
+    }
+}
+
+/// What makes a float of a byte: `byte * scale + shift`, by channel.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Normalisation {
+    /// The factor of each channel.
+    pub scale: [f32; 3],
+    /// What is added to each channel.
+    pub shift: [f32; 3],
+}
+
+impl Normalisation {
+    /// Writes a picture as floats, `[3, height, width]`, into as many values as the picture has bytes.
+    pub(crate) fn apply(&self, picture: &Picture, values: &mut [f32]) {
+        let (pixels, _) = picture.rgb.as_chunks::<3>();
+        let count = pixels.len();
+        let (red, rest) = values.split_at_mut(count);
+        let (green, blue) = rest.split_at_mut(count);
+        let Self { scale, shift } = *self;
+        vectorised(
+            #[inline(always)]
+            || {
+                for (((pixel, r), g), b) in pixels.iter().zip(red).zip(green).zip(blue) {
+                    *r = f32::from(pixel[0]) * scale[0] + shift[0];
+                    *g = f32::from(pixel[1]) * scale[1] + shift[1];
+                    *b = f32::from(pixel[2]) * scale[2] + shift[2];
+                }
+            },
+        );
     }
 }
 
@@ -170,13 +226,11 @@ impl Augment {
                 Ok(picture.crop(x, y, size, size))
             }
             Augment::RandomResizedCrop { size, scale, ratio } => {
-                let (x, y, width, height) = random_rectangle(&picture, scale, ratio, rng);
-                picture
-                    .crop(x as isize, y as isize, width, height)
-                    .resize(size, size)
+                let region = random_rectangle(picture.width, picture.height, scale, ratio, rng);
+                picture.into_part(region).resize(size, size)
             }
             Augment::HorizontalFlip(probability) => Ok(if rng.chance(probability) {
-                picture.flip()
+                picture.into_flipped()
             } else {
                 picture
             }),
@@ -204,15 +258,18 @@ fn centred(side: usize, size: usize) -> isize {
     half + isize::from(room % 2 == 1 && half % 2 == 1)
 }
 
-/// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle
-/// whose ratio is allowed.
+/// A rectangle of random area and ratio inside a picture: ten attempts, then the largest one in the middle
+/// whose ratio is allowed. It is empty if the picture is.
 fn random_rectangle(
-    picture: &Picture,
+    width: usize,
+    height: usize,
     scale: (f32, f32),
     ratio: (f32, f32),
     rng: &mut Rng,
-) -> (usize, usize, usize, usize) {
-    let (width, height) = (picture.width, picture.height);
+) -> Region {
+    if width == 0 || height == 0 {
+        return Region::whole(width, height);
+    }
     let area = (width * height) as f32;
     for _ in 0..10 {
         let target = area * rng.range(scale.0, scale.1);
@@ -226,7 +283,13 @@ fn random_rectangle(
         let w = (target * aspect).sqrt().round() as usize;
         let h = (target / aspect).sqrt().round() as usize;
         if (1..=width).contains(&w) && (1..=height).contains(&h) {
-            return (rng.index(width - w + 1), rng.index(height - h + 1), w, h);
+            let (x, y) = (rng.index(width - w + 1), rng.index(height - h + 1));
+            return Region {
+                x,
+                y,
+                width: w,
+                height: h,
+            };
         }
     }
     let aspect = width as f32 / height as f32;
@@ -238,5 +301,10 @@ fn random_rectangle(
         (width, height)
     };
     let (w, h) = (w.clamp(1, width), h.clamp(1, height));
-    ((width - w) / 2, (height - h) / 2, w, h)
+    Region {
+        x: (width - w) / 2,
+        y: (height - h) / 2,
+        width: w,
+        height: h,
+    }
 }

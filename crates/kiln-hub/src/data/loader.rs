@@ -4,21 +4,18 @@
 //! `i` draws its augmentation from `Rng::at([s, e, i])`. A position is therefore two numbers, the epoch and
 //! the batch within it, and resuming is computing the permutation again and starting there.
 //!
-//! Batches are prepared on a thread of their own and handed over through a bounded channel, so that reading,
-//! decoding and augmenting overlap with the training step; several threads may prepare the examples of one.
+//! Batches are prepared on threads of their own ([`team`](super::team)), so that reading, decoding and
+//! augmenting overlap with the training step. Without them the caller's thread prepares each batch.
 //! The position is counted where batches are *taken*: what was prepared but not yet used does not count, and
 //! is prepared again after a resume.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
-use std::thread::JoinHandle;
 
-use rayon::ThreadPool;
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
 use super::error::DataError;
 use super::rng::Rng;
+use super::team::Team;
 
 /// Examples by number.
 pub trait Dataset: Send + Sync + 'static {
@@ -81,7 +78,7 @@ pub struct LoaderState {
 /// Makes batches of a dataset.
 pub struct Loader<D, C> {
     dataset: Arc<D>,
-    collate: Arc<C>,
+    pub(super) collate: Arc<C>,
     batch_size: usize,
     seed: u64,
     shuffle: bool,
@@ -150,16 +147,16 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
         self
     }
 
-    /// How many batches are prepared ahead on another thread; 0 prepares each when it is asked for, on the
+    /// How many batches are prepared ahead on other threads; 0 prepares each when it is asked for, on the
     /// caller's.
     pub fn with_prefetch(mut self, batches: usize) -> Self {
         self.prefetch = batches;
         self
     }
 
-    /// How many threads prepare the examples of a batch, which are the same with any number; 0 is 1. Images
-    /// that are decoded for a GPU want some: one thread decodes a few hundred a second. A step on a CPU needs
-    /// the cores itself.
+    /// How many threads prepare batches ahead, which are the same with any number; 0 is 1. Images that are
+    /// decoded for a GPU want some: one thread decodes about a thousand photographs of 500 by 375 pixels a
+    /// second. A step on a CPU needs the cores itself.
     pub fn with_threads(mut self, threads: usize) -> Self {
         self.threads = threads;
         self
@@ -202,7 +199,8 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     ///
     /// # Errors
     /// [`DataError::Resume`] if the state is of other data, another batch size or another seed;
-    /// [`DataError::Setting`] if no epoch would have a batch; [`DataError::Worker`] if a thread cannot be started.
+    /// [`DataError::Setting`] if no epoch would have a batch; [`DataError::Worker`] if a thread cannot be
+    /// started.
     pub fn resume(&self, mut state: LoaderState) -> Result<Batches<C::Batch>, DataError> {
         let per_epoch = self.batches_per_epoch() as u64;
         if per_epoch == 0 {
@@ -236,26 +234,20 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             });
         }
         normalise(&mut state, per_epoch);
-        let workers = match self.threads {
-            0 | 1 => None,
-            threads => {
-                let pool = rayon::ThreadPoolBuilder::new()
-                    .num_threads(threads)
-                    .thread_name(|number| format!("kiln-data-{number}"))
-                    .build();
-                Some(pool.map_err(|error| DataError::Worker(error.to_string()))?)
-            }
-        };
-        let producer = Producer {
-            loader: self.clone(),
+        let plan = Plan {
             state,
             per_epoch,
+            epochs: self.epochs,
             order: None,
-            workers,
         };
-        let source = match self.prefetch {
-            0 => Source::Inline(Box::new(producer)),
-            ahead => Source::spawn(producer, ahead)?,
+        let source: Box<dyn Produce<C::Batch>> = match (self.prefetch, self.threads) {
+            (0, _) => Box::new(Inline {
+                loader: self.clone(),
+                plan,
+            }),
+            (ahead, 0 | 1) => Box::new(Team::start(self.clone(), plan, 1, ahead + 1)?),
+            // One more, since threads that have nothing left to do for a batch begin the next one.
+            (ahead, threads) => Box::new(Team::start(self.clone(), plan, threads, ahead + 2)?),
         };
         Ok(Batches {
             source,
@@ -264,6 +256,12 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             epochs: self.epochs,
             failed: false,
         })
+    }
+
+    /// Example `index` as epoch `epoch` augments it.
+    pub(super) fn item(&self, epoch: u64, index: usize) -> Result<D::Item, DataError> {
+        let mut rng = Rng::at(&[self.seed, epoch, index as u64]);
+        self.dataset.item(index, &mut rng)
     }
 
     /// The order of an epoch.
@@ -284,120 +282,63 @@ fn normalise(state: &mut LoaderState, per_epoch: u64) {
     }
 }
 
-/// Prepares batches one after the other.
-struct Producer<D, C> {
-    loader: Loader<D, C>,
+/// Which batch comes next.
+pub(super) struct Plan {
     state: LoaderState,
     per_epoch: u64,
+    epochs: Option<u64>,
     /// The order of an epoch, kept while it lasts.
     order: Option<(u64, Vec<usize>)>,
-    /// Threads that prepare examples, if there are several.
-    workers: Option<ThreadPool>,
 }
 
-/// The producer as the consumer sees it when there is no thread.
-trait Produce<T>: Send {
+impl Plan {
+    /// The epoch and the examples of the next batch; `None` after the last epoch.
+    pub(super) fn next<D, C>(&mut self, loader: &Loader<D, C>) -> Option<(u64, Vec<usize>)>
+    where
+        D: Dataset,
+        C: Collate<D::Item>,
+    {
+        let epoch = self.state.epoch;
+        if self.epochs.is_some_and(|epochs| epoch >= epochs) {
+            return None;
+        }
+        if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
+            self.order = Some((epoch, loader.order(epoch)));
+        }
+        let order = self.order.as_ref().map_or(&[][..], |(_, order)| order);
+        let from = self.state.batch as usize * loader.batch_size;
+        let to = (from + loader.batch_size).min(order.len());
+        self.state.batch += 1;
+        normalise(&mut self.state, self.per_epoch);
+        Some((epoch, order[from..to].to_vec()))
+    }
+}
+
+/// What gives a run its batches.
+pub(super) trait Produce<T>: Send {
     /// The next batch; `None` after the last.
     fn produce(&mut self) -> Option<Result<T, DataError>>;
 }
 
-impl<D: Dataset, C: Collate<D::Item>> Produce<C::Batch> for Producer<D, C> {
+/// Prepares a batch when it is asked for.
+struct Inline<D, C> {
+    loader: Loader<D, C>,
+    plan: Plan,
+}
+
+impl<D: Dataset, C: Collate<D::Item>> Produce<C::Batch> for Inline<D, C> {
     fn produce(&mut self) -> Option<Result<C::Batch, DataError>> {
-        if self
-            .loader
-            .epochs
-            .is_some_and(|epochs| self.state.epoch >= epochs)
-        {
-            return None;
-        }
         let _span = kiln_profile::span(kiln_profile::Category::Data, "data loading");
-        let epoch = self.state.epoch;
-        if self.order.as_ref().is_none_or(|(of, _)| *of != epoch) {
-            self.order = Some((epoch, self.loader.order(epoch)));
-        }
-        let order = self.order.as_ref().map_or(&[][..], |(_, order)| order);
-        let size = self.loader.batch_size;
-        let from = self.state.batch as usize * size;
-        let indices = &order[from..(from + size).min(order.len())];
-        let item = |&index: &usize| {
-            let mut rng = Rng::at(&[self.loader.seed, epoch, index as u64]);
-            self.loader.dataset.item(index, &mut rng)
-        };
-        let items: Result<Vec<D::Item>, DataError> = match &self.workers {
-            None => indices.iter().map(item).collect(),
-            Some(workers) => {
-                let all: Vec<_> = workers.install(|| indices.par_iter().map(item).collect());
-                // The first error is that of the first example, as on one thread.
-                all.into_iter().collect()
-            }
-        };
-        let batch = items.and_then(|items| self.loader.collate.collate(items));
-        self.state.batch += 1;
-        normalise(&mut self.state, self.per_epoch);
-        Some(batch)
-    }
-}
-
-enum Source<T> {
-    Inline(Box<dyn Produce<T>>),
-    /// `None` once the worker is to stop.
-    Thread(Option<Receiver<Result<T, DataError>>>, Option<JoinHandle<()>>),
-}
-
-impl<T: Send + 'static> Source<T> {
-    fn spawn(mut producer: impl Produce<T> + 'static, ahead: usize) -> Result<Self, DataError> {
-        let (sender, receiver) = sync_channel(ahead);
-        let work = move || {
-            while let Some(batch) = producer.produce() {
-                let failed = batch.is_err();
-                // An error is the last message; a closed channel means that the consumer is gone.
-                if sender.send(batch).is_err() || failed {
-                    break;
-                }
-            }
-        };
-        let thread = std::thread::Builder::new()
-            .name("kiln-data".to_string())
-            .spawn(work);
-        let thread = thread.map_err(|error| DataError::Worker(error.to_string()))?;
-        Ok(Self::Thread(Some(receiver), Some(thread)))
-    }
-
-    fn next(&mut self) -> Option<Result<T, DataError>> {
-        match self {
-            Source::Inline(producer) => producer.produce(),
-            Source::Thread(receiver, thread) => match receiver.as_ref()?.recv() {
-                Ok(batch) => Some(batch),
-                // The thread has ended: after its last batch, or in a panic.
-                Err(_) => {
-                    *receiver = None;
-                    let panic = thread.take()?.join().err()?;
-                    let text = panic.downcast_ref::<String>().map(String::as_str);
-                    let text = text
-                        .or_else(|| panic.downcast_ref::<&str>().copied())
-                        .unwrap_or("it panicked");
-                    Some(Err(DataError::Worker(text.to_string())))
-                }
-            },
-        }
-    }
-}
-
-impl<T> Drop for Source<T> {
-    fn drop(&mut self) {
-        if let Source::Thread(receiver, thread) = self {
-            // Closing the channel ends the thread's pending send.
-            drop(receiver.take());
-            if let Some(thread) = thread.take() {
-                let _ = thread.join();
-            }
-        }
+        let (epoch, indices) = self.plan.next(&self.loader)?;
+        let items = indices.into_iter().map(|index| self.loader.item(epoch, index));
+        let items: Result<Vec<D::Item>, DataError> = items.collect();
+        Some(items.and_then(|items| self.loader.collate.collate(items)))
     }
 }
 
 /// The batches of a run; ends after the last epoch or the first error.
 pub struct Batches<T> {
-    source: Source<T>,
+    source: Box<dyn Produce<T>>,
     state: LoaderState,
     per_epoch: u64,
     epochs: Option<u64>,
@@ -425,7 +366,7 @@ impl<T: Send + 'static> Iterator for Batches<T> {
         if self.failed {
             return None;
         }
-        let batch = self.source.next()?;
+        let batch = self.source.produce()?;
         match &batch {
             Ok(_) => {
                 self.state.batch += 1;

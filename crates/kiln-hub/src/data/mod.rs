@@ -21,13 +21,16 @@ mod corpus;
 mod error;
 mod folder;
 mod image;
+mod jpeg;
 mod loader;
 mod rng;
 mod shapes;
 mod stream;
+mod team;
+mod vector;
 
-pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture};
-pub use augment::{Augment, Pipeline};
+pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture, Region};
+pub use augment::{Augment, Normalisation, Pipeline};
 pub use cifar::{Cifar, CifarKind};
 pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
 pub use corpus::{Corpus, CorpusOptions, Document};
