@@ -110,7 +110,7 @@ mod avx2 {
         let rows: [__m256i; 8] = bytemuck::cast(*block);
         let rows = pass::<{ FIRST.1 as i32 }>(rows, FIRST.0);
         let columns = pass::<{ SECOND.1 as i32 }>(turned(rows), SECOND.0);
-        // Packing works in each half by itself: the lower has rows 0 to 3 of four columns, the upper rows 4 to 7.
+        // Packing works in each half by itself: the lower gets rows 0 to 3 of four columns, the upper 4 to 7.
         let pack = |n: usize| _mm256_packs_epi32(columns[n], columns[n + 1]);
         let low = _mm256_packus_epi16(pack(0), pack(2));
         let high = _mm256_packus_epi16(pack(4), pack(6));
