@@ -1,7 +1,7 @@
 //! Augmentation and normalisation, with the meanings and defaults of torchvision's transforms.
 
 use super::error::DataError;
-use super::image::{ImageSource, Picture, Region};
+use super::image::{Picture, Region};
 use super::rng::Rng;
 use super::vector::vectorised;
 
@@ -113,34 +113,6 @@ impl Pipeline {
             picture = step.apply(picture, rng)?;
         }
         Ok(picture)
-    }
-
-    /// A picture of a source after the steps, and its label: [`Pipeline::augment`], but of a picture whose
-    /// first step is a crop the source makes only the part that the crop takes.
-    ///
-    /// # Errors
-    /// As [`Pipeline::augment`], and what the source reports.
-    pub(crate) fn load<S: ImageSource + ?Sized>(
-        &self,
-        source: &S,
-        index: usize,
-        rng: &mut Rng,
-    ) -> Result<(Picture, usize), DataError> {
-        let (mut picture, label, rest) = match self.steps.split_first() {
-            Some((&Augment::RandomResizedCrop { size, scale, ratio }, rest)) => {
-                let mut choose = |width, height| random_rectangle(width, height, scale, ratio, rng);
-                let (part, label) = source.part(index, &mut choose)?;
-                (part.resize(size, size)?, label, rest)
-            }
-            _ => {
-                let (picture, label) = source.picture(index)?;
-                (picture, label, &self.steps[..])
-            }
-        };
-        for step in rest {
-            picture = step.apply(picture, rng)?;
-        }
-        Ok((picture, label))
     }
 
     /// The picture as floats, `[3, height, width]`, channel by channel.

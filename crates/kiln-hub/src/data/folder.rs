@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::error::DataError;
-use super::image::{ImageSource, Picture, Region};
+use super::image::{ImageSource, Picture};
 
 /// Image files with their classes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -112,19 +112,11 @@ impl ImageSource for ImageFolder {
     }
 
     fn picture(&self, index: usize) -> Result<(Picture, usize), DataError> {
-        self.part(index, &mut Region::whole)
-    }
-
-    fn part(
-        &self,
-        index: usize,
-        choose: &mut dyn FnMut(usize, usize) -> Region,
-    ) -> Result<(Picture, usize), DataError> {
         let (path, label) = self.files.get(index).ok_or(DataError::OutOfRange {
             index,
             len: self.files.len(),
         })?;
-        Ok((Picture::open_part(path, choose)?, *label))
+        Ok((Picture::open(path)?, *label))
     }
 
     fn classes(&self) -> &[String] {

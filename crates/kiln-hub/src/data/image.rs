@@ -13,13 +13,12 @@ use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer
 
 use super::augment::{Normalisation, Pipeline};
 use super::error::DataError;
-use super::jpeg::Baseline;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
 
 /// A rectangle inside a picture, in pixels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Region {
+pub(crate) struct Region {
     /// Its first column.
     pub x: usize,
     /// Its first row.
@@ -39,12 +38,6 @@ impl Region {
             width,
             height,
         }
-    }
-
-    /// Whether it has pixels and lies inside a picture of this size.
-    fn is_inside(&self, width: usize, height: usize) -> bool {
-        let fits = |from: usize, len: usize, all: usize| len > 0 && from < all && len <= all - from;
-        fits(self.x, self.width, width) && fits(self.y, self.height, height)
     }
 }
 
@@ -75,39 +68,9 @@ impl Picture {
     /// [`DataError::Io`]; [`DataError::Format`] if it is neither, is damaged, or is larger than 16384 pixels
     /// a side.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, DataError> {
-        Self::open_part(path, Region::whole)
-    }
-
-    /// Reads the part of a PNG or JPEG file that `choose` names once it is given the width and the height.
-    /// Pixels outside the picture are black.
-    ///
-    /// The pixels are those of [`Picture::open`] followed by a crop. Of most JPEG files only this part is
-    /// computed, and damage below it goes unnoticed.
-    ///
-    /// # Errors
-    /// As [`Picture::open`].
-    pub fn open_part(
-        path: impl AsRef<Path>,
-        choose: impl FnOnce(usize, usize) -> Region,
-    ) -> Result<Self, DataError> {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
-        Self::decode_part(&bytes, choose).map_err(|reason| DataError::format(path, None, reason))
-    }
-
-    fn decode_part(bytes: &[u8], choose: impl FnOnce(usize, usize) -> Region) -> Result<Self, String> {
-        let Some(jpeg) = Baseline::read(bytes) else {
-            let picture = Self::decode(bytes)?;
-            let region = choose(picture.width, picture.height);
-            return Ok(picture.into_part(region));
-        };
-        let (width, height) = jpeg.size();
-        let region = choose(width, height);
-        let part = region.is_inside(width, height).then(|| jpeg.decode(region));
-        match part.flatten() {
-            Some(part) => Ok(part),
-            None => Ok(Self::decode(bytes)?.into_part(region)),
-        }
+        Self::decode(&bytes).map_err(|reason| DataError::format(path, None, reason))
     }
 
     /// Decodes the bytes of a PNG or JPEG file, of any kind.
@@ -223,23 +186,6 @@ pub trait ImageSource: Send + Sync + 'static {
     /// [`DataError`] if it cannot be read.
     fn picture(&self, index: usize) -> Result<(Picture, usize), DataError>;
 
-    /// The part of picture `index` that `choose` names once it is given the width and the height, and the
-    /// label. A source that need not make the whole picture for a part overrides this.
-    ///
-    /// `choose` draws random numbers, so it is called once.
-    ///
-    /// # Errors
-    /// [`DataError`] if it cannot be read.
-    fn part(
-        &self,
-        index: usize,
-        choose: &mut dyn FnMut(usize, usize) -> Region,
-    ) -> Result<(Picture, usize), DataError> {
-        let (picture, label) = self.picture(index)?;
-        let region = choose(picture.width, picture.height);
-        Ok((picture.into_part(region), label))
-    }
-
     /// Names of the classes; a label is an index into them.
     fn classes(&self) -> &[String];
 }
@@ -287,7 +233,8 @@ impl<S: ImageSource> Dataset for Images<S> {
     }
 
     fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
-        let (picture, label) = self.pipeline.load(&self.source, index, rng)?;
+        let (picture, label) = self.source.picture(index)?;
+        let picture = self.pipeline.augment(picture, rng)?;
         let classes = self.source.classes().len();
         if label >= classes {
             return Err(DataError::Label {

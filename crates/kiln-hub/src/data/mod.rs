@@ -21,7 +21,6 @@ mod corpus;
 mod error;
 mod folder;
 mod image;
-mod jpeg;
 mod loader;
 mod rng;
 mod shapes;
@@ -29,7 +28,7 @@ mod stream;
 mod team;
 mod vector;
 
-pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture, Region};
+pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture};
 pub use augment::{Augment, Normalisation, Pipeline};
 pub use cifar::{Cifar, CifarKind};
 pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
