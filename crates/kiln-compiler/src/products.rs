@@ -21,10 +21,10 @@
 //!
 //! Biases that are added to such products are one, too: a nest behind the product adds it.
 //!
-//! A sum of products of 16 bits is rounded once, and not once for each term.
+//! A sum of products of bf16 is rounded once, and not once for each term.
 
 use kiln_graph::op::{BinaryOp, Dims, DotDims, Op};
-use kiln_graph::{Graph, Node, Provenance, Rewriter, Shape, TypeError, Users, Value};
+use kiln_graph::{DType, Graph, Node, Provenance, Rewriter, Shape, TypeError, Users, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use crate::options::Options;
@@ -132,7 +132,8 @@ fn free(graph: &Graph, dims: &DotDims, operand: Value, side: usize) -> Option<us
     }
 }
 
-/// Joins the products of `graph` where `policy` asks for it, and `options` allow it; none if there is nothing to join.
+/// Joins the products of `graph` where `policy` asks for it, and `options` allow it; none if there is nothing
+/// to join.
 ///
 /// # Errors
 /// Only if it makes an ill-typed node, which would be a bug.
@@ -297,7 +298,10 @@ impl<'a> Search<'a> {
             match &data.op {
                 Op::DotGeneral(dims) => {
                     let extent = self.graph.shape(data.inputs[0])[*dims.a_contract.first()?];
+                    // A sum of two numbers of f16 may be none, but is one of f32.
+                    let dtypes = [value, leaf].map(|value| self.graph.dtype(value));
                     let fits = dims.a_contract.len() == 1
+                        && (dtypes[0] != DType::F16 || dtypes[1] == DType::F16)
                         && self.products.binary_search(&node).is_ok()
                         && !self.taken.contains(&node)
                         && extent.is_multiple_of(self.policy.epilogue_unit)

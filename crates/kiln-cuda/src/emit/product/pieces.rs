@@ -138,7 +138,8 @@ fn added(dtype: DType, count: usize, starts: &[usize], result: kiln_graph::Value
         text.reads(memory, &name, Argument::Scratch(start))
     });
     let statements = format!(
-        "const Index i = (Index)blockIdx.x * blockDim.x + threadIdx.x;\nif (i >= COUNT) return;\nresult[i] = {};\n",
+        "const Index i = (Index)blockIdx.x * blockDim.x + threadIdx.x;\n\
+         if (i >= COUNT) return;\nresult[i] = {};\n",
         expressions::narrowed(dtype, &format!("({})", terms.join(" + ")))
     );
     text.writes(memory, "result", Argument::value(result))
