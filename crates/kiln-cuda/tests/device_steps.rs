@@ -235,7 +235,8 @@ fn products_by_warpgroups() {
         }
         for joined in behind::joined(dtype) {
             let checked = check_for(&gpu, &joined.graph, joined.tolerances, &target);
-            assert_eq!(checked, Ok(Some(())), "{} of {dtype}", joined.graph.name);
+            let (name, kernels) = (&joined.graph.name, joined.kernels);
+            assert_eq!(checked, Ok(Some(())), "{name} of {dtype}, {kernels} products");
         }
     }
 }
