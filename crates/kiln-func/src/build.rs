@@ -201,15 +201,7 @@ impl Builder {
         if start == 0 && limit == shape[axis] {
             return Ok(x);
         }
-        let mut starts = Dims::from_elem(0, shape.rank());
-        let mut limits: Dims = shape.iter().copied().collect();
-        (starts[axis], limits[axis]) = (start, limit);
-        let steps = Dims::from_elem(1, shape.rank());
-        let op = Op::Slice {
-            starts,
-            limits,
-            steps,
-        };
+        let op = Op::slice(&shape, axis, start..limit);
         self.op(op, &[x])
     }
 

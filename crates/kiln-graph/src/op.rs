@@ -475,6 +475,14 @@ impl DotDims {
             .collect()
     }
 
+    /// Batch and contracted dimensions of operand 0 (`a`) or 1 (`b`).
+    pub fn of(&self, operand: usize) -> (&Dims, &Dims) {
+        match operand {
+            0 => (&self.a_batch, &self.a_contract),
+            _ => (&self.b_batch, &self.b_contract),
+        }
+    }
+
     /// Matrix product of the last two dimensions, all dimensions before them being batch dimensions of rank
     /// `batch`: `[.., m, k] x [.., k, n]`.
     pub fn matmul(batch: usize) -> Self {
@@ -692,6 +700,18 @@ impl Op {
     /// `add`, `exp`, `compare`, `reduce`, ….
     pub fn name(&self) -> &'static str {
         crate::text::mnemonic(self)
+    }
+
+    /// The slice of all of a tensor of `shape` but along `axis`, where it has the elements of `range`.
+    pub fn slice(shape: &[usize], axis: usize, range: std::ops::Range<usize>) -> Self {
+        let mut starts = Dims::from_elem(0, shape.len());
+        let mut limits = Dims::from_slice(shape);
+        (starts[axis], limits[axis]) = (range.start, range.end);
+        Self::Slice {
+            starts,
+            limits,
+            steps: Dims::from_elem(1, shape.len()),
+        }
     }
 
     /// Whether each result element depends on one element of each operand, at the same index.

@@ -9,7 +9,7 @@
 //!   all_gather       [1, a], [1, b]      concat along columns [1, a+b]     all rows [n, a+b]
 //! ```
 
-use kiln_graph::op::{Dims, Op};
+use kiln_graph::op::Op;
 use kiln_graph::{
     Collective, CollectiveKind, DType, Graph, Node, NodeData, Phase, Provenance, Rewriter, Shape, TypeError,
     Users, Value,
@@ -221,19 +221,11 @@ impl Bucket {
             let shape = graph.shape(result);
             let mut part = whole;
             if self.members.len() > 1 {
-                let mut limits = Dims::from_slice(new.graph.shape(whole));
-                let mut starts = Dims::from_elem(0, limits.len());
-                let rows: usize = limits[..self.axis()].iter().product();
+                let all = new.graph.shape(whole);
+                let rows: usize = all[..self.axis()].iter().product();
                 let columns = shape.numel() / rows;
-                starts[self.axis()] = at;
-                limits[self.axis()] = at + columns;
+                let slice = Op::slice(all, self.axis(), at..at + columns);
                 at += columns;
-                let steps = Dims::from_elem(1, limits.len());
-                let slice = Op::Slice {
-                    starts,
-                    limits,
-                    steps,
-                };
                 part = new.graph.add(slice, &[whole], &p)?;
             }
             if new.graph.shape(part) != shape {

@@ -167,10 +167,7 @@ pub fn side_of(
     let Op::DotGeneral(dims) = &product.op else {
         return None;
     };
-    let (batch, contract) = match operand {
-        0 => (&dims.a_batch, &dims.a_contract),
-        _ => (&dims.b_batch, &dims.b_contract),
-    };
+    let (batch, contract) = dims.of(operand);
     let shape = graph.shape(piece);
     let pick = |axes: &[usize]| -> (Vec<usize>, Vec<i64>) {
         axes.iter()

@@ -104,11 +104,11 @@ pub fn has_template(
         return false;
     }
     let cut = products::read_in_pieces(graph, policy, node);
-    let operands = (0..data.inputs.len()).flat_map(|operand| {
+    let mut operands = (0..data.inputs.len()).flat_map(|operand| {
         let pieces = products::pieces(graph, node, cut, operand).iter();
         pieces.map(move |&piece| (operand, piece))
     });
-    operands.into_iter().all(|(operand, value)| {
+    operands.all(|(operand, value)| {
         let fits = |window: &Strided| {
             let side = side_of(graph, data, operand, value, window);
             side.is_some_and(|side| is_aligned(&side, window, operand, policy))

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use cranelift_entity::{EntityRef, EntitySet, SecondaryMap};
-use kiln_graph::op::{BinaryOp, Dims, Op};
+use kiln_graph::op::{BinaryOp, Op};
 use kiln_graph::{Graph, Node, NodeData, Provenance, Rewriter, Shape, TypeError, Users, Value};
 
 use super::Region;
@@ -191,17 +191,8 @@ impl Cutter<'_> {
     fn part(&mut self, node: Node, value: Value, axis: usize, chunk: usize) -> Result<Value, TypeError> {
         let shape = self.new.old().shape(value);
         let rows = shape[axis] / self.region.count;
-        let mut starts: Dims = shape.iter().map(|_| 0).collect();
-        let mut limits: Dims = shape.iter().copied().collect();
-        starts[axis] = rows * chunk;
-        limits[axis] = rows * (chunk + 1);
-        let steps = shape.iter().map(|_| 1).collect();
+        let slice = Op::slice(shape, axis, rows * chunk..rows * (chunk + 1));
         let whole = self.new.map(value);
-        let slice = Op::Slice {
-            starts,
-            limits,
-            steps,
-        };
         self.add(node, slice, &[whole], chunk)
     }
 

@@ -197,10 +197,7 @@ impl Site<'_> {
         let shape = graph.shape(data.inputs[operand]);
         match &data.op {
             Op::DotGeneral(dims) => {
-                let (batch, depth) = match operand {
-                    0 => (&dims.a_batch, &dims.a_contract),
-                    _ => (&dims.b_batch, &dims.b_contract),
-                };
+                let (batch, depth) = dims.of(operand);
                 let free = DotDims::free(shape.rank(), batch, depth);
                 Some(vec![batch.to_vec(), free.to_vec(), depth.to_vec()])
             }
