@@ -345,6 +345,14 @@ const HIDDEN: AttentionDims = AttentionDims {
     hidden: true,
     ..PLAIN
 };
+/// Two masks, and dropout of scores.
+const DROPPED_SCORES: AttentionDims = AttentionDims {
+    mask: true,
+    hidden: true,
+    dropout: true,
+    drop_scores: true,
+    ..PLAIN
+};
 const ALL: AttentionDims = AttentionDims {
     causal: true,
     mask: true,
@@ -549,14 +557,6 @@ fn tensor_cores() {
         dropout: true,
         ..PLAIN
     };
-    let all = AttentionDims {
-        mask: true,
-        drop_scores: true,
-        ..AttentionDims {
-            dropout: true,
-            ..HIDDEN
-        }
-    };
     let cases = [
         case([1, 2, 2, 64, 64, 64, 64], PLAIN),
         Case {
@@ -580,7 +580,7 @@ fn tensor_cores() {
         Case {
             fill: -2.0,
             stored: Stored::Positions,
-            ..case([2, 2, 1, 20, 68, 32, 32], all)
+            ..case([2, 2, 1, 20, 68, 32, 32], DROPPED_SCORES)
         },
         // As many blocks as fill a device: two blocks of rows for each warp.
         case([528, 1, 1, 5, 36, 16, 16], dropout),
@@ -598,14 +598,6 @@ fn tensor_cores() {
 /// What groups of four warps multiply on Hopper: widths of 64 and 128, whole tiles and not, every mask, dropout
 /// with and without whole blocks of draws, heads that share keys. On other devices each warp multiplies.
 fn group_cases() -> [Case; 7] {
-    let all = AttentionDims {
-        mask: true,
-        drop_scores: true,
-        ..AttentionDims {
-            dropout: true,
-            ..HIDDEN
-        }
-    };
     let cases = [
         case([1, 2, 2, 64, 64, 64, 64], PLAIN),
         Case {
@@ -630,7 +622,7 @@ fn group_cases() -> [Case; 7] {
         Case {
             fill: -2.0,
             stored: Stored::Positions,
-            ..case([2, 2, 1, 20, 68, 64, 64], all)
+            ..case([2, 2, 1, 20, 68, 64, 64], DROPPED_SCORES)
         },
         Case {
             masks: [[false; 4], [false, false, true, true]],
@@ -673,14 +665,6 @@ fn tf32_cases() -> [Case; 10] {
         dropout: true,
         ..PLAIN
     };
-    let all = AttentionDims {
-        mask: true,
-        drop_scores: true,
-        ..AttentionDims {
-            dropout: true,
-            ..HIDDEN
-        }
-    };
     [
         case([1, 2, 2, 64, 64, 64, 64], PLAIN),
         case(
@@ -702,7 +686,7 @@ fn tf32_cases() -> [Case; 10] {
         Case {
             fill: -2.0,
             stored: Stored::Positions,
-            ..case([2, 4, 2, 20, 68, 32, 32], all)
+            ..case([2, 4, 2, 20, 68, 32, 32], DROPPED_SCORES)
         },
         // As many blocks as fill a device: two blocks of rows for each warp.
         case([528, 1, 1, 5, 36, 16, 16], dropout),

@@ -5,6 +5,7 @@
 //! [`product`] have templates.
 
 pub mod attention;
+mod groups;
 pub mod product;
 
 /// What every generated source begins with.

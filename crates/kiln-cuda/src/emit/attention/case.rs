@@ -29,7 +29,7 @@ impl Case<'_> {
 
     /// Threads of a block.
     pub fn threads(&self) -> usize {
-        self.tensor.map_or(self.plan.threads, |tensor| tensor.threads())
+        self.tensor.map_or(self.plan.threads, |_| TensorPlan::THREADS)
     }
 
     /// Blocks that share the rows of queries of a head.
@@ -201,9 +201,8 @@ impl Case<'_> {
             operands.ahead.unwrap_or(0)
         );
         if let Some(tensor) = self.tensor {
-            let by_groups = tensor.groups > 0;
-            let _ = writeln!(text, "    static constexpr bool WARPGROUPS = {by_groups};");
-            if by_groups {
+            let _ = writeln!(text, "    static constexpr bool WARPGROUPS = {};", tensor.grouped);
+            if tensor.grouped {
                 let element = operands.query.ctype.trim_start_matches("kiln_");
                 let widths = [e.width, e.value_width];
                 text.push_str(&instructions(tensor.other(), &widths, element));

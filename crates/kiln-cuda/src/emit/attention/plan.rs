@@ -112,8 +112,8 @@ pub struct TensorPlan {
     pub column_blocks: usize,
     /// What operands are rounded to.
     pub element: Element,
-    /// Groups of four warps of a block, if these multiply together; none where each warp multiplies by itself.
-    pub groups: usize,
+    /// Whether the four warps of a block multiply together, and not each by itself.
+    pub grouped: bool,
     /// Blocks that a multiprocessor has registers for at least; 0 leaves their number to the compiler.
     pub blocks: u32,
 }
@@ -167,12 +167,10 @@ const ENOUGH_BLOCKS: usize = 528;
 const BORDER: usize = 1024;
 
 impl TensorPlan {
-    /// Threads of a block: four warps, or groups of four.
-    pub fn threads(&self) -> usize {
-        128 * self.groups.max(1)
-    }
+    /// Threads of a block: four warps.
+    pub const THREADS: usize = 128;
 
-    /// The plan for a kernel by groups of warps; none for widths that these do not take. `given` says whether
+    /// The plan for a kernel by a group of warps; none for widths that these do not take. `given` says whether
     /// the gradient reads the attention's result: elsewhere it has twice the sums.
     ///
     /// A block is one group: blocks that wait for different things keep a multiprocessor busier than groups that
@@ -196,7 +194,7 @@ impl TensorPlan {
             row_blocks: 1,
             column_blocks,
             element: Element::Half,
-            groups: 1,
+            grouped: true,
             blocks,
         })
     }
@@ -215,7 +213,7 @@ impl TensorPlan {
             row_blocks,
             column_blocks: columns,
             element,
-            groups: 0,
+            grouped: false,
             blocks: 0,
         };
         let enough = e.batch * e.heads * wide.tiles(e.queries) >= ENOUGH_BLOCKS;
@@ -226,7 +224,7 @@ impl TensorPlan {
                 row_blocks: 1,
                 column_blocks: columns_of_single,
                 element,
-                groups: 0,
+                grouped: false,
                 blocks: 0,
             }
         })
@@ -239,7 +237,7 @@ impl TensorPlan {
             row_blocks: 1,
             column_blocks: element.gradient_columns(widest),
             element,
-            groups: 0,
+            grouped: false,
             blocks: 0,
         })
     }
@@ -252,7 +250,7 @@ impl TensorPlan {
             row_blocks: 2,
             column_blocks: element.gradient_columns(widest),
             element,
-            groups: 0,
+            grouped: false,
             blocks: 0,
         };
         let enough = e.batch * e.key_heads * wide.tiles(e.keys) >= ENOUGH_BLOCKS;
@@ -288,7 +286,7 @@ impl TensorPlan {
 
     /// Rows of a block.
     pub fn own(&self) -> usize {
-        self.row_blocks * 16 * (self.threads() / 32)
+        self.row_blocks * 16 * (Self::THREADS / 32)
     }
 
     /// Columns of a tile of scores.
@@ -305,10 +303,10 @@ impl TensorPlan {
     /// tiles of both. Rows are 16 bytes apart, but for those that groups of warps multiply.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
         let bytes = self.element.bytes();
-        let gap = if self.groups > 0 { 0 } else { 16 / bytes };
+        let gap = if self.grouped { 0 } else { 16 / bytes };
         let [width, value_width] = [e.width, e.value_width].map(|width| self.element.padded(width) + gap);
         let own = self.own() * (width + if own_values { value_width } else { 0 });
-        let border = if self.groups > 0 { BORDER } else { 0 };
+        let border = if self.grouped { BORDER } else { 0 };
         (bytes * (own + 2 * self.other() * (width + value_width)) + border) as u32
     }
 }

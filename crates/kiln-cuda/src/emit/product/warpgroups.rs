@@ -172,6 +172,12 @@ fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
     ]
 }
 
+/// Whether the matrices of `call` are those of `frame`, and not turned.
+fn lies(call: &ProductCall, frame: &Frame) -> bool {
+    let extents = [&frame.rows, &frame.columns].map(|dims| frame.extent(dims) as u64);
+    call.left.0 == Buffer::Value(frame.left.0) && [call.product.m, call.product.n] == extents
+}
+
 /// A product whose operands the template reads, whole or in pieces.
 struct Operands {
     /// All of it.
@@ -195,34 +201,23 @@ impl Operands {
         let calls = pieces.calls(tf32)?;
         let first = calls.first()?.clone();
         let mut product = first.product.clone();
-        (product.m, product.n, product.k) = match pieces.cut {
-            Cut::Rows => (
-                calls.iter().map(|call| call.product.m).sum(),
-                product.n,
-                product.k,
-            ),
-            Cut::Columns => (
-                product.m,
-                calls.iter().map(|call| call.product.n).sum(),
-                product.k,
-            ),
-            Cut::Depth => (
-                product.m,
-                product.n,
-                calls.iter().map(|call| call.product.k).sum(),
-            ),
-        };
-        let lies = |(call, frame): (&ProductCall, &Frame)| {
-            call.left.0 == Buffer::Value(frame.left.0)
-                && call.product.m == frame.extent(&frame.rows) as u64
-                && call.product.n == frame.extent(&frame.columns) as u64
-        };
+        for call in &calls[1..] {
+            match pieces.cut {
+                Cut::Rows => product.m += call.product.m,
+                Cut::Columns => product.n += call.product.n,
+                Cut::Depth => product.k += call.product.k,
+            }
+        }
         let is_alike = |call: &ProductCall| {
             let [own, other] = [call, &first].map(|call| &call.product);
             (own.left.transposed, own.right.transposed) == (other.left.transposed, other.right.transposed)
                 && (own.result, own.scalars, &own.epilogue) == (other.result, other.scalars, &other.epilogue)
         };
-        let fits = calls.iter().zip(&pieces.frames).all(lies) && calls.iter().all(is_alike);
+        let fits = calls
+            .iter()
+            .zip(&pieces.frames)
+            .all(|(call, frame)| lies(call, frame))
+            && calls.iter().all(is_alike);
         fits.then_some(Self {
             product,
             pieces: calls,
@@ -239,9 +234,7 @@ impl Operands {
         let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
             return None;
         };
-        let extents = [&frame.rows, &frame.columns].map(|dims| frame.extent(dims) as u64);
-        let lies = call.left.0 == Buffer::Value(frame.left.0) && [call.product.m, call.product.n] == extents;
-        lies.then(|| Self::whole(call))
+        lies(call, &frame).then(|| Self::whole(call))
     }
 
     /// Whether the template computes it, if the result begins `start` bytes behind its buffer's.

@@ -1,5 +1,5 @@
-// Attention by groups of four warps, where a case has WARPGROUPS: a group has 64 rows, of which each warp has 16, and one instruction
-// multiplies all of them. Sums lie in registers as those of fragments.cuh do, so that all between products is the same.
+// Attention by a group of four warps, where a case has WARPGROUPS: a block is a group and has 64 rows, of which each warp has 16, and one
+// instruction multiplies all of them. Sums lie in registers as those of fragments.cuh do, so that all between products is the same.
 
 // Elements of ROWS rows of WIDTH columns in shared memory.
 template <class C, int ROWS, int WIDTH> constexpr int kiln_attention_elements()
@@ -70,8 +70,7 @@ template <class C> void kiln_attention_landed()
 
 template <class C, int WIDTH, bool FRESH, class E> void kiln_group_dot(float (&sum)[1][C::NT][4], const E* a, const E* b)
 {
-    const kiln_u32 group = C::THREADS == 128 ? 0 : threadIdx.x / 128 * 64 * 128;
-    const kiln_u64 left = kiln_group_operand(kiln_address_in_shared(a) + group, 0);
+    const kiln_u64 left = kiln_group_operand(kiln_address_in_shared(a), 0);
     const kiln_u64 right = kiln_group_operand(kiln_address_in_shared(b), 0);
     kiln_group_begin();
     #pragma unroll

@@ -16,7 +16,8 @@
 // columns). A turned one, whose neighbours are along its rows (or columns), has a row for each step of the depth, in blocks of 64 of them.
 //
 // What a case C says: STAGES, TILE_COLUMNS, FINISHERS (threads; none where those who multiply store their results), LEFT_TURNED,
-// RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands lie in several matrices along the depth), `element`, and two functions of the tile's width: `multiply` and `settle`.
+// RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands lie in several matrices along the depth), `element`, and two functions of the
+// tile's width: `multiply` and `settle`.
 
 // Where the engine finds a matrix: written by the driver.
 struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
