@@ -1,7 +1,7 @@
 //! Augmentation and normalisation, with the meanings and defaults of torchvision's transforms.
 
 use super::error::DataError;
-use super::image::{Picture, Region};
+use super::image::Picture;
 use super::rng::Rng;
 use super::vector::vectorised;
 
@@ -198,8 +198,10 @@ impl Augment {
                 Ok(picture.crop(x, y, size, size))
             }
             Augment::RandomResizedCrop { size, scale, ratio } => {
-                let region = random_rectangle(picture.width, picture.height, scale, ratio, rng);
-                picture.into_part(region).resize(size, size)
+                let (x, y, width, height) = random_rectangle(&picture, scale, ratio, rng);
+                picture
+                    .crop(x as isize, y as isize, width, height)
+                    .resize(size, size)
             }
             Augment::HorizontalFlip(probability) => Ok(if rng.chance(probability) {
                 picture.into_flipped()
@@ -230,17 +232,17 @@ fn centred(side: usize, size: usize) -> isize {
     half + isize::from(room % 2 == 1 && half % 2 == 1)
 }
 
-/// A rectangle of random area and ratio inside a picture: ten attempts, then the largest one in the middle
+/// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle
 /// whose ratio is allowed. It is empty if the picture is.
 fn random_rectangle(
-    width: usize,
-    height: usize,
+    picture: &Picture,
     scale: (f32, f32),
     ratio: (f32, f32),
     rng: &mut Rng,
-) -> Region {
+) -> (usize, usize, usize, usize) {
+    let (width, height) = (picture.width, picture.height);
     if width == 0 || height == 0 {
-        return Region::whole(width, height);
+        return (0, 0, width, height);
     }
     let area = (width * height) as f32;
     for _ in 0..10 {
@@ -255,13 +257,7 @@ fn random_rectangle(
         let w = (target * aspect).sqrt().round() as usize;
         let h = (target / aspect).sqrt().round() as usize;
         if (1..=width).contains(&w) && (1..=height).contains(&h) {
-            let (x, y) = (rng.index(width - w + 1), rng.index(height - h + 1));
-            return Region {
-                x,
-                y,
-                width: w,
-                height: h,
-            };
+            return (rng.index(width - w + 1), rng.index(height - h + 1), w, h);
         }
     }
     let aspect = width as f32 / height as f32;
@@ -273,10 +269,5 @@ fn random_rectangle(
         (width, height)
     };
     let (w, h) = (w.clamp(1, width), h.clamp(1, height));
-    Region {
-        x: (width - w) / 2,
-        y: (height - h) / 2,
-        width: w,
-        height: h,
-    }
+    ((width - w) / 2, (height - h) / 2, w, h)
 }

@@ -16,31 +16,6 @@ use super::error::DataError;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
 
-/// A rectangle inside a picture, in pixels.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Region {
-    /// Its first column.
-    pub x: usize,
-    /// Its first row.
-    pub y: usize,
-    /// Pixels a row.
-    pub width: usize,
-    /// Rows.
-    pub height: usize,
-}
-
-impl Region {
-    /// All of a picture.
-    pub fn whole(width: usize, height: usize) -> Self {
-        Self {
-            x: 0,
-            y: 0,
-            width,
-            height,
-        }
-    }
-}
-
 /// An RGB image: rows from the top, three bytes a pixel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
@@ -92,14 +67,6 @@ impl Picture {
             height,
             rgb: decoded.into_raw(),
         })
-    }
-
-    /// A part of the picture, without a copy if it is the whole.
-    pub(crate) fn into_part(self, region: Region) -> Self {
-        if region == Region::whole(self.width, self.height) {
-            return self;
-        }
-        self.crop(region.x as isize, region.y as isize, region.width, region.height)
     }
 
     /// The colour of a pixel.
@@ -234,7 +201,6 @@ impl<S: ImageSource> Dataset for Images<S> {
 
     fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
         let (picture, label) = self.source.picture(index)?;
-        let picture = self.pipeline.augment(picture, rng)?;
         let classes = self.source.classes().len();
         if label >= classes {
             return Err(DataError::Label {
@@ -244,7 +210,7 @@ impl<S: ImageSource> Dataset for Images<S> {
             });
         }
         Ok(ImageExample {
-            picture,
+            picture: self.pipeline.augment(picture, rng)?,
             normalisation: self.pipeline.normalisation(),
             label,
         })

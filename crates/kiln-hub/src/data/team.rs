@@ -50,6 +50,9 @@ struct Work<I, B> {
     is_over: bool,
 }
 
+/// The examples of a batch, those that are finished.
+type Items<I> = Vec<Option<Result<I, DataError>>>;
+
 /// A batch that has been begun.
 struct Open<I, B> {
     epoch: u64,
@@ -58,7 +61,7 @@ struct Open<I, B> {
     handed_out: usize,
     /// How many are unfinished.
     unfinished: usize,
-    items: Vec<Option<Result<I, DataError>>>,
+    items: Items<I>,
     batch: Option<Result<B, DataError>>,
 }
 
@@ -199,12 +202,7 @@ impl<D: Dataset, C: Collate<D::Item>> Shared<D, C> {
     }
 
     /// Stores an example. Returns those of the whole batch if it was the last one.
-    #[allow(clippy::type_complexity)]
-    fn finish(
-        &self,
-        task: &Task,
-        item: Result<D::Item, DataError>,
-    ) -> Option<Vec<Option<Result<D::Item, DataError>>>> {
+    fn finish(&self, task: &Task, item: Result<D::Item, DataError>) -> Option<Items<D::Item>> {
         let mut work = self.lock();
         // The batch is gone if the caller is.
         let open = work.batch(task.batch)?;
