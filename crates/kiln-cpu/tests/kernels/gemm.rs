@@ -249,8 +249,14 @@ fn bits(values: &[f32], storage: Storage) -> Vec<f32> {
     }
 }
 
-/// Runs the cases on every instruction set and compares each output, gaps included, with the reference.
+/// Runs the cases for three threads, as [`check_shared`] does.
 fn check(cases: &[Case], seed: u64) {
+    check_shared(cases, seed, 3);
+}
+
+/// Runs the cases, as threads so many share them, on every instruction set and compares each output, gaps
+/// included, with the reference.
+fn check_shared(cases: &[Case], seed: u64, threads: usize) {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);
     let data: Vec<[Vec<f32>; 4]> = cases
@@ -291,7 +297,7 @@ fn check(cases: &[Case], seed: u64) {
         let kernels: Vec<KernelText> = cases
             .iter()
             .enumerate()
-            .map(|(i, case)| case.kernel(format!("gemm{i}"), isa, 3))
+            .map(|(i, case)| case.kernel(format!("gemm{i}"), isa, threads))
             .collect();
         let results = run(&toolchain, isa, &kernels, &inputs[..3 * count], &outputs[..count]);
         for ((case, [a, b, bias, c]), result) in cases.iter().zip(&data).zip(&results) {
@@ -394,6 +400,24 @@ fn whole_and_partial_tiles_of_bf16_match_f64() {
     last.epilogue = true;
     cases.push(last);
     check(&cases, 31);
+}
+
+/// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, with the
+/// depth cut, and with a prologue and an epilogue.
+#[test]
+fn products_that_threads_share_in_blocks_match_f64() {
+    let mut cases = vec![
+        dense(70, 131, 4096, [true, true, false]),
+        dense(160, 240, 4500, [true, true, false]),
+        dense(150, 75, 3700, [true, true, true]),
+    ];
+    cases[1].epilogue = true;
+    cases[2].prologue = true;
+    for case in &cases {
+        let text = case.kernel("gemm".to_owned(), Isa::Avx512, 16).source;
+        assert!(text.contains("threads share blocks"), "{case:?}");
+    }
+    check_shared(&cases, 41, 16);
 }
 
 fn large_deep_and_skinny() -> Vec<Case> {

@@ -182,17 +182,18 @@ impl<'a> Emitter<'a> {
     /// C expressions of the addresses where a tile finds its rows of A and its columns of B.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
-        // A thread's own panels begin with those of the group.
-        let first = if plan.part.is_some() { "0" } else { "group" };
-        let (packed_a, packed_b) = match plan.stream {
-            Stream::Columns => (
-                "stationary + row * args->depth".to_owned(),
-                format!("streamed + (cp - {first}) * {width} * args->depth"),
-            ),
-            Stream::Rows => (
-                format!("streamed + (rp - {first}) * {} * args->depth", plan.rows),
-                format!("stationary + cp * {width} * args->depth"),
-            ),
+        // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
+        // threads share begin with the first, and each begins where the one before it ends.
+        let shared = plan.part.is_some();
+        let packed_a = match plan.stream {
+            Stream::Rows if !shared => format!("streamed + (rp - group) * {} * args->depth", plan.rows),
+            Stream::Rows => "streamed + row * args->depth".to_owned(),
+            Stream::Columns => "stationary + row * args->depth".to_owned(),
+        };
+        let packed_b = match plan.stream {
+            Stream::Columns if !shared => format!("streamed + (cp - group) * {width} * args->depth"),
+            Stream::Columns => format!("streamed + cp * {width} * args->depth"),
+            Stream::Rows => format!("stationary + cp * {width} * args->depth"),
         };
         let a = match plan.a_packed {
             true => packed_a,

@@ -7,8 +7,8 @@ use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
-    BATCH_PRODUCT, BLOCK_PANELS, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_WASTE, PACK_STEPS, PRODUCT_DEPTH,
-    PRODUCT_L2, SERIAL_PRODUCT,
+    BATCH_PRODUCT, BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE,
+    PACK_STEPS, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT,
 };
 
 /// The unit of work that threads share.
@@ -114,8 +114,21 @@ impl ProductPlan {
         ];
         let stream = choose_stream([m, n], waste);
         let alone = RowPanels::shared(m, tallest, tiles, 1);
-        let blocks = match tiles && parallel == Parallel::Panels {
-            true => Blocks::choose(spec, [alone.panels, column_panels], waste, sharers),
+        let a_packed = pack_a(&spec.a, factor, k, n, lanes);
+        let b_packed = factor.depth() > 1 || pack_b(&spec.b, m, n, lanes);
+        // What a thread streams without blocks, and the other operand.
+        let (streamed, panel, stationary) = match stream {
+            Stream::Rows => (shared.panels, shared.rows, n),
+            Stream::Columns => (column_panels, width, m),
+        };
+        let bytes = depth * spec.element().bytes();
+        let met = panel * streamed.div_ceil(sharers).min(group(panel * bytes));
+        let pay = match tiles {
+            true => Blocks::pay_for_tiles(spec, [alone.panels, column_panels], waste),
+            false => a_packed && b_packed && Blocks::pay_for_vectors(met, stationary * bytes, sharers),
+        };
+        let blocks = match pay && parallel == Parallel::Panels {
+            true => Blocks::choose([alone.panels, column_panels], sharers),
             false => None,
         };
         let (stream, RowPanels { panels, rows }) = match (&blocks, stream) {
@@ -128,10 +141,10 @@ impl ProductPlan {
             true => (panels, panels),
             false => (panels, m - panels * (rows - 1)),
         };
-        let panel = depth * spec.element().bytes() * if stream == Stream::Rows { rows } else { width };
-        let group = match &blocks {
-            Some(blocks) => blocks.streamed,
-            None => (PRODUCT_L2 / panel.max(1)).clamp(1, 8),
+        let group = match (&blocks, stream) {
+            (Some(blocks), _) => blocks.streamed,
+            (None, Stream::Rows) => group(rows * bytes),
+            (None, Stream::Columns) => group(width * bytes),
         };
         Self {
             factor,
@@ -145,8 +158,8 @@ impl ProductPlan {
             all,
             depth,
             cuts,
-            a_packed: pack_a(&spec.a, factor, k, n, lanes),
-            b_packed: factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
+            a_packed,
+            b_packed,
             stream,
             group,
             part: blocks.map(|blocks| blocks.stationary),
@@ -309,24 +322,29 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Blocks, if they pay for a product of so many panels of rows and of columns, whose threads would
-    /// `waste` so much if they shared rows or columns.
-    fn choose(
-        spec: &GemmSpec<'_>,
-        [rows, columns]: [usize; 2],
-        waste: [f64; 2],
-        threads: usize,
-    ) -> Option<Self> {
-        let (stream, streamed, stationary, operand) = match rows > columns {
-            true => (Stream::Rows, rows, columns, &spec.a),
-            false => (Stream::Columns, columns, rows, &spec.b),
-        };
+    /// Whether blocks pay for tiles: where a product has so many panels of rows and of columns, and its threads
+    /// would `waste` so much if they shared rows or columns.
+    fn pay_for_tiles(spec: &GemmSpec<'_>, [rows, columns]: [usize; 2], waste: [f64; 2]) -> bool {
+        let operand = if rows > columns { &spec.a } else { &spec.b };
         let uneven = waste.into_iter().all(|waste| waste > BLOCKS_WASTE);
         // Each row that is read while such a panel is packed lies in another page.
         let strided = Pairs::padded(operand, spec.k).contiguous() != Some(Axis::Depth);
-        let pay = uneven || strided || stationary >= BLOCKS_PANELS;
-        (pay && streamed <= BLOCKS_SHARE * threads)
-            .then(|| Self::even(stream, [streamed, stationary], threads))
+        uneven || strided || rows.min(columns) >= BLOCKS_PANELS
+    }
+
+    /// Whether they pay for vectors: where each of `threads` threads would read the whole stationary operand,
+    /// of so many bytes, from beyond its L2 for so few rows or columns that it streams.
+    fn pay_for_vectors(streamed: usize, stationary: usize, threads: usize) -> bool {
+        stationary > BLOCKS_L2 && streamed < BLOCKS_STREAMED * threads
+    }
+
+    /// Blocks of a product of so many panels of rows and of columns, unless threads have too many panels.
+    fn choose([rows, columns]: [usize; 2], threads: usize) -> Option<Self> {
+        let (stream, panels) = match rows > columns {
+            true => (Stream::Rows, [rows, columns]),
+            false => (Stream::Columns, [columns, rows]),
+        };
+        (panels[0] <= BLOCKS_SHARE * threads).then(|| Self::even(stream, panels, threads))
     }
 
     /// The blocks with which the busiest of `threads` threads is done first. A block of g x p panels takes
@@ -347,6 +365,11 @@ impl Blocks {
             stationary,
         }
     }
+}
+
+/// Streamed panels of so many bytes that a thread keeps in its L2 while it meets the stationary operand.
+fn group(panel: usize) -> usize {
+    (PRODUCT_L2 / panel.max(1)).clamp(1, 8)
 }
 
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
@@ -450,11 +473,16 @@ mod tests {
         }
     }
 
-    /// Streamed and stationary panels of a block of a product of bf16 on 16 threads, if threads share blocks.
-    fn blocks_of([m, n, k]: [usize; 3], transposed: [bool; 2]) -> Option<[usize; 2]> {
+    /// Streamed and stationary panels of a block of a product on so many threads, if they share blocks.
+    fn blocks_of(
+        storage: Storage,
+        [m, n, k]: [usize; 3],
+        transposed: [bool; 2],
+        threads: usize,
+    ) -> Option<[usize; 2]> {
         let operand = |free: usize, transposed: bool| {
             let (free, depth) = if transposed { (1, free) } else { (k, 1) };
-            Operand::stored(Storage::BF16, "x", &[], free as i64, depth as i64)
+            Operand::stored(storage, "x", &[], free as i64, depth as i64)
         };
         let spec = GemmSpec {
             name: String::new(),
@@ -467,7 +495,7 @@ mod tests {
             b: operand(n, transposed[1]),
             epilogue: Epilogue::store("y", &[], n as i64, 1),
             params: Vec::new(),
-            threads: 16,
+            threads,
         };
         let plan = ProductPlan::new(&spec, Isa::AmxBf16);
         plan.part.map(|part| [plan.group, part])
@@ -475,6 +503,7 @@ mod tests {
 
     #[test]
     fn threads_share_blocks_where_they_pay() {
+        let blocks_of = |sizes, transposed| blocks_of(Storage::BF16, sizes, transposed, 16);
         // Of bert-base: a layer, its gradients of the input and of the weight. B is the weight, whose rows are
         // those of the depth.
         assert_eq!(blocks_of([2048, 768, 768], [false, true]), None);
@@ -484,5 +513,15 @@ mod tests {
         assert!(blocks_of([768, 3072, 2048], [true, true]).is_some());
         // The logits of llama-15m: the packed weight would take much memory.
         assert_eq!(blocks_of([288, 32000, 4096], [true, true]), None);
+    }
+    #[test]
+    fn threads_share_blocks_of_deep_products() {
+        let blocks_of = |sizes, transposed, threads| blocks_of(Storage::F32, sizes, transposed, threads);
+        // Of llama-15m: the gradient of a weight, which two threads read fast enough, and the layer itself.
+        assert!(blocks_of([288, 768, 4096], [true, true], 16).is_some());
+        assert_eq!(blocks_of([288, 768, 4096], [true, true], 2), None);
+        assert_eq!(blocks_of([4096, 768, 288], [false, true], 16), None);
+        // Of bert-base: each thread streams enough rows.
+        assert_eq!(blocks_of([768, 768, 2048], [true, true], 16), None);
     }
 }
