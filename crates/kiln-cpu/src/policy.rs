@@ -112,6 +112,15 @@ pub const BLOCKS_PANELS: usize = 32;
 /// as in a block, and all of them packed would take much memory.
 pub const BLOCKS_SHARE: usize = 8;
 
+/// Threads that share a product of vectors share blocks where the stationary operand has more bytes than the
+/// L2 of a core holds, and each of them would read it for too few streamed rows (or columns) at a time.
+pub const BLOCKS_L2: usize = 2 << 20;
+
+/// Fewer rows than so many for each thread are too few. A core that does 85 GFLOP/s of f32 and reads a number
+/// for two operations of each of r rows reads 170/r GB/s, and sixteen of them share about 100 GB/s. See
+/// [`BLOCKS_L2`].
+pub const BLOCKS_STREAMED: usize = 2;
+
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
@@ -121,14 +130,6 @@ pub const SERIAL_PRODUCT: usize = 1_000_000;
 
 /// Most operations of one product of a batch that is left to one thread.
 pub const BATCH_PRODUCT: usize = 16_000_000;
-
-/// Threads that share a product of vectors share blocks where the stationary operand has more bytes than the L2
-/// of a core holds, and each of them would read it for too few streamed rows (or columns) at a time.
-pub const BLOCKS_L2: usize = 2 << 20;
-
-/// Too few are less than so many for each thread. A core that does 85 GFLOP/s of f32 and reads a number for
-/// each two operations of r rows reads 170/r GB/s, and sixteen of them share about 100 GB/s. See [`BLOCKS_L2`].
-pub const BLOCKS_STREAMED: usize = 2;
 
 /// Bytes that one strip of attention's scores may take: it stays in L2 between the passes over it.
 pub const ATTENTION_STRIP: usize = 128 << 10;

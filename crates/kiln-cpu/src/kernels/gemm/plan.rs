@@ -116,13 +116,14 @@ impl ProductPlan {
         let alone = RowPanels::shared(m, tallest, tiles, 1);
         let a_packed = pack_a(&spec.a, factor, k, n, lanes);
         let b_packed = factor.depth() > 1 || pack_b(&spec.b, m, n, lanes);
-        // What a thread streams without blocks, and the other operand.
+        // What a thread streams without blocks, and the other operand; bytes of a packed row or column.
         let (streamed, panel, stationary) = match stream {
             Stream::Rows => (shared.panels, shared.rows, n),
             Stream::Columns => (column_panels, width, m),
         };
         let bytes = depth * spec.element().bytes();
-        let met = panel * streamed.div_ceil(sharers).min(group(panel * bytes));
+        let kept = (PRODUCT_L2 / (panel * bytes).max(1)).clamp(1, 8);
+        let met = panel * streamed.div_ceil(sharers).min(kept);
         let pay = match tiles {
             true => Blocks::pay_for_tiles(spec, [alone.panels, column_panels], waste),
             false => a_packed && b_packed && Blocks::pay_for_vectors(met, stationary * bytes, sharers),
@@ -141,11 +142,7 @@ impl ProductPlan {
             true => (panels, panels),
             false => (panels, m - panels * (rows - 1)),
         };
-        let group = match (&blocks, stream) {
-            (Some(blocks), _) => blocks.streamed,
-            (None, Stream::Rows) => group(rows * bytes),
-            (None, Stream::Columns) => group(width * bytes),
-        };
+        let group = blocks.as_ref().map_or(kept, |blocks| blocks.streamed);
         Self {
             factor,
             lanes,
@@ -322,8 +319,8 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// Whether blocks pay for tiles: where a product has so many panels of rows and of columns, and its threads
-    /// would `waste` so much if they shared rows or columns.
+    /// Whether blocks pay for tiles: where a product has so many panels of rows and of columns, and its
+    /// threads would `waste` so much if they shared rows or columns.
     fn pay_for_tiles(spec: &GemmSpec<'_>, [rows, columns]: [usize; 2], waste: [f64; 2]) -> bool {
         let operand = if rows > columns { &spec.a } else { &spec.b };
         let uneven = waste.into_iter().all(|waste| waste > BLOCKS_WASTE);
@@ -365,11 +362,6 @@ impl Blocks {
             stationary,
         }
     }
-}
-
-/// Streamed panels of so many bytes that a thread keeps in its L2 while it meets the stationary operand.
-fn group(panel: usize) -> usize {
-    (PRODUCT_L2 / panel.max(1)).clamp(1, 8)
 }
 
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
@@ -514,6 +506,7 @@ mod tests {
         // The logits of llama-15m: the packed weight would take much memory.
         assert_eq!(blocks_of([288, 32000, 4096], [true, true]), None);
     }
+
     #[test]
     fn threads_share_blocks_of_deep_products() {
         let blocks_of = |sizes, transposed, threads| blocks_of(Storage::F32, sizes, transposed, threads);
