@@ -355,8 +355,8 @@ impl CompileOptions {
     /// `aot_eager`) on the same inputs. If results differ by more than `tolerance`, relative to the largest
     /// magnitude of a tensor, `run` fails with an error that names the first kernel, operation and Burn
     /// call whose results differ. A tensor that is nothing but rounding (the gradient of a bias before batch
-    /// norm) may differ as far as rounding explains. A training step that fails so keeps the model and the
-    /// optimizer that it was called with.
+    /// norm, and the bias, where an optimizer divides by the gradient's size) may differ as far as rounding
+    /// explains. A training step that fails so keeps the model and the optimizer that it was called with.
     ///
     /// Under [`CompileOptions::autocast`] the step is compared with one of `f32`, and the tolerance is at least
     /// `2^-4` for `bf16` and `2^-7` for `f16`. A tensor that is stored in 16 bits may differ by one unit in its

@@ -9,11 +9,11 @@
 //! tensor: rounding grows with the numbers that were added up, not with their sum. Integers and truth values
 //! agree if they are equal. NaN agrees with NaN.
 //!
-//! Some tensors are rounding and nothing else: the gradient of a bias before batch norm, or of the keys' bias
-//! in attention, is zero but for it. When an output differs, the reference therefore also runs with each
-//! value that it computes rounded to `bf16`. What that changes, times the rounding of the step over that of `bf16`,
-//! is the noise of the output. If it drowns the output, a difference of the noise's size says nothing, and
-//! agrees.
+//! Some results say nothing in their last digits. The gradient of a bias before batch norm, or of the keys'
+//! bias in attention, is zero but for rounding, and an optimizer that divides a gradient by its size moves that
+//! bias by rounding alone. When an output differs, the reference therefore also runs with each value that it
+//! computes moved by as much as the step rounds ([`rounded`]). Where that changes an output far more than it
+//! moved any value, a difference of that size agrees.
 //!
 //! Under autocast the step rounds to 16 bits where the reference does not, at every product of a chain, and an
 //! optimizer may divide small numbers by each other: numbers agree then if they differ by at most
@@ -23,7 +23,8 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kiln_graph::{DType, Graph, HostTensor, NodeData, Op, Rewriter, TypeError};
+use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
+use kiln_graph::{DType, Graph, HostTensor, NodeData, Op, Provenance, Rewriter, TypeError, Value};
 
 use super::minify::Suspect;
 use super::{Executable, ExecuteError, Setting, prepare};
@@ -116,7 +117,7 @@ pub struct Difference {
 }
 
 /// How `found` differs from `expected` beyond `tolerance`; none if they agree.
-pub fn difference(expected: &HostTensor, found: &HostTensor, tolerance: f64) -> Option<Difference> {
+fn difference(expected: &HostTensor, found: &HostTensor, tolerance: f64) -> Option<Difference> {
     let (expected_values, found_values) = (expected.to_f64s(), found.to_f64s());
     let exact = !expected.ty().dtype.is_float();
     let largest = expected_values
@@ -168,46 +169,99 @@ fn rounding_over_bf16(dtype: DType) -> f64 {
     }
 }
 
-/// The graph with every value of `f32` that it computes rounded to `bf16`.
-fn rounded(graph: &Graph) -> Result<Graph, TypeError> {
+/// Numbers above this are not moved: they may round to infinity, and their neighbours stand for it.
+const LARGEST_MOVED: f64 = 1e30;
+
+/// The graph with every value of `f32` that it computes moved towards what `bf16` makes of it, by the part
+/// `share` of the way. Values that are moved in memory alone are what they were.
+fn rounded(graph: &Graph, share: f64) -> Result<Graph, TypeError> {
     let mut new = Rewriter::new(graph);
     for (id, node) in graph.nodes() {
         new.copy(id)?;
-        if matches!(node.op, Op::Parameter { .. } | Op::Scalar { .. }) {
-            continue;
-        }
-        for &value in node
-            .outputs
-            .iter()
-            .filter(|&&value| graph.ty(value).dtype == DType::F32)
-        {
+        let is_computed = !node.op.is_movement()
+            && !matches!(
+                node.op,
+                Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. } | Op::Random { .. }
+            );
+        let values = node.outputs.iter().copied();
+        for value in values.filter(|&value| is_computed && graph.ty(value).dtype == DType::F32) {
             let whole = new.map(value);
-            let half = new.graph.cast(whole, DType::BF16, &node.provenance)?;
-            let back = new.graph.cast(half, DType::F32, &node.provenance)?;
-            new.replace(value, back);
+            let moved = moved(&mut new.graph, whole, share, &node.provenance)?;
+            new.replace(value, moved);
         }
     }
     Ok(new.finish())
 }
 
-/// Whether a tensor is drowned by its noise, and `found` is no further from it than that explains. `rounded`
-/// is what the reference makes of it with values rounded to `bf16`, of which the step's rounding is `share`.
+/// `x + share * (bf16(x) - x)` where `x` is no larger than [`LARGEST_MOVED`].
+fn moved(graph: &mut Graph, x: Value, share: f64, p: &Provenance) -> Result<Value, TypeError> {
+    let ty = graph.ty(x).clone();
+    let half = graph.cast(x, DType::BF16, p)?;
+    let half = graph.cast(half, DType::F32, p)?;
+    let way = graph.binary(BinaryOp::Sub, half, x, p)?;
+    let share = graph.full(share, &ty, p)?;
+    let way = graph.binary(BinaryOp::Mul, way, share, p)?;
+    let there = graph.binary(BinaryOp::Add, x, way, p)?;
+    let size = graph.unary(UnaryOp::Abs, x, p)?;
+    let largest = graph.full(LARGEST_MOVED, &ty, p)?;
+    let moves = graph.compare(CompareOp::Lt, size, largest, p)?;
+    graph.add(Op::Select, &[moves, there, x], p)
+}
+
+/// By how much rounding must change a tensor for that to explain a difference, relative to its largest magnitude
+/// and to the share of [`rounded`]: 256 times what it moves a value, `2^-9` of it at most.
+const AMPLIFIED: f64 = 0.5;
+
+/// The most that is asked where the share is large: a tensor whose every digit is rounding.
+const DROWNED: f64 = 1.0 / 16.0;
+
+/// How much larger than the change by rounding a difference may be that it explains: sums of many terms round at each
+/// of them.
+const EXPLAINED: f64 = 32.0;
+
+/// Whether rounding changes a tensor so much that it explains how far `found` is from it. `rounded` is what the
+/// reference makes of it with all values moved by the share `share`.
 fn is_noise(expected: &HostTensor, found: &HostTensor, rounded: &HostTensor, share: f64) -> bool {
     if !expected.ty().dtype.is_float() {
         return false;
     }
     let expected = expected.to_f64s();
-    let furthest = |other: &HostTensor| {
-        let pairs = expected.iter().zip(other.to_f64s());
-        // A NaN is no distance: it makes the whole infinite.
-        pairs.fold(0.0f64, |most, (a, b)| match (a - b).abs() {
-            distance if distance.is_nan() => f64::INFINITY,
-            distance => most.max(distance),
-        })
-    };
+    let (noise, distance) = (
+        Distance::between(&expected, rounded),
+        Distance::between(&expected, found),
+    );
     let largest = expected.iter().fold(0.0f64, |most, x| most.max(x.abs()));
-    let noise = share * furthest(rounded);
-    noise.is_finite() && noise >= largest / 16.0 && furthest(found) <= 32.0 * noise
+    let is_amplified = noise.furthest >= largest * (AMPLIFIED * share).min(DROWNED);
+    is_amplified
+        && noise.furthest.is_finite()
+        && distance.furthest <= EXPLAINED * noise.furthest
+        && distance.squares <= EXPLAINED.powi(2) * noise.squares
+}
+
+/// How far two tensors are from each other. A NaN is no distance: it makes the whole infinite.
+struct Distance {
+    /// The largest difference of two elements.
+    furthest: f64,
+    /// The sum of the squares of all differences: few elements that rounding changes do not explain that many differ.
+    squares: f64,
+}
+
+impl Distance {
+    fn between(expected: &[f64], other: &HostTensor) -> Self {
+        let mut distance = Self {
+            furthest: 0.0,
+            squares: 0.0,
+        };
+        for (a, b) in expected.iter().zip(other.to_f64s()) {
+            let apart = match (a - b).abs() {
+                apart if apart.is_nan() => f64::INFINITY,
+                apart => apart,
+            };
+            distance.furthest = distance.furthest.max(apart);
+            distance.squares += apart * apart;
+        }
+        distance
+    }
 }
 
 /// Compares the first runs of a step with a reference.
@@ -282,36 +336,35 @@ impl Checker {
     ) -> Result<(), ExecuteError> {
         let expected = self.reference.run(inputs.to_vec(), scalars)?;
         let tolerance = self.check.tolerance;
-        let differs = |(index, (expected, found)): (usize, (&Storage, &Storage))| {
-            let (expected, found) = (expected.to_host_tensor()?, found.to_host_tensor()?);
-            difference(&expected, &found, tolerance).map(|difference| (index, difference))
+        let differs = |(expected, found): (&Storage, &Storage)| {
+            let tensors = expected.to_host_tensor().zip(found.to_host_tensor());
+            tensors.is_some_and(|(expected, found)| difference(&expected, &found, tolerance).is_some())
         };
-        let differing = || expected.iter().zip(outputs).enumerate().filter_map(differs);
-        if differing().next().is_none() {
+        if !expected.iter().zip(outputs).any(differs) {
             return Ok(());
         }
-        let rounded = self.rounded(graph, inputs, scalars);
-        let explained = |index: usize| {
-            let tensors = rounded.as_ref().and_then(|rounded| {
-                let rounded = rounded[index].to_host_tensor()?;
-                Some((
-                    expected[index].to_host_tensor()?,
-                    outputs[index].to_host_tensor()?,
-                    rounded,
-                ))
-            });
-            tensors.is_some_and(|(a, b, rounded)| is_noise(&a, &b, &rounded, self.rounding))
-        };
-        let Some((index, difference)) = differing().find(|(index, _)| !explained(*index)) else {
-            return Ok(());
-        };
-        let located = executable.locate(&Reference {
+        let reference = Reference {
             backend: self.check.backend,
             options: &self.options,
             tolerance,
+            rounding: self.rounding,
             inputs,
             scalars,
-        })?;
+        };
+        let values = Values {
+            rounded: reference.rounded(graph),
+            expected,
+            tolerance,
+            rounding: self.rounding,
+        };
+        let differs = |(index, found): (usize, &Storage)| {
+            let difference = values.difference(index, &found.to_host_tensor()?)?;
+            Some((index, difference))
+        };
+        let Some((index, difference)) = outputs.iter().enumerate().find_map(differs) else {
+            return Ok(());
+        };
+        let located = executable.locate(&reference)?;
         // Only the output itself is known, so the place is the node that makes it.
         let node = graph.def(graph.outputs[index].value);
         let parted = ExecuteError::Parted {
@@ -329,22 +382,6 @@ impl Checker {
     }
 }
 
-impl Checker {
-    /// The outputs of the reference with values rounded to `bf16`; none if it cannot run so. What ranks do
-    /// together is done once.
-    fn rounded(&self, graph: &Graph, inputs: &[Storage], scalars: &[u64]) -> Option<Vec<Storage>> {
-        if graph
-            .nodes()
-            .any(|(_, node)| matches!(node.op, Op::Collective(_)))
-        {
-            return None;
-        }
-        let graph = Arc::new(rounded(graph).ok()?);
-        let (reference, _) = prepare(self.check.backend, 0, graph, &self.options, Setting::default()).ok()?;
-        reference.run(inputs.to_vec(), scalars).ok()
-    }
-}
-
 /// The reference of a search for the first difference.
 pub struct Reference<'a> {
     /// The reference backend.
@@ -353,6 +390,8 @@ pub struct Reference<'a> {
     pub options: &'a CompileOptions,
     /// The tolerance of the comparison.
     pub tolerance: f64,
+    /// The rounding of the step over that of `bf16`.
+    pub rounding: f64,
     /// The tensors the step was given.
     pub inputs: &'a [Storage],
     /// Its runtime scalars.
@@ -365,9 +404,29 @@ impl Reference<'_> {
     /// # Errors
     ///
     /// Those of the reference backend.
-    pub fn values(&self, graph: Graph) -> Result<Vec<Storage>, ExecuteError> {
+    pub fn values(&self, graph: Graph) -> Result<Values, ExecuteError> {
+        let rounded = self.rounded(&graph);
+        Ok(Values {
+            expected: self.run(graph)?,
+            rounded,
+            tolerance: self.tolerance,
+            rounding: self.rounding,
+        })
+    }
+
+    fn run(&self, graph: Graph) -> Result<Vec<Storage>, ExecuteError> {
         let (reference, _) = prepare(self.backend, 0, Arc::new(graph), self.options, Setting::default())?;
         reference.run(self.inputs.to_vec(), self.scalars)
+    }
+
+    /// The outputs of `graph` with all values moved by rounding; none if it cannot run so. What ranks do together is
+    /// done once.
+    fn rounded(&self, graph: &Graph) -> Option<Vec<Storage>> {
+        let mut nodes = graph.nodes();
+        if nodes.any(|(_, node)| matches!(node.op, Op::Collective(_))) {
+            return None;
+        }
+        self.run(rounded(graph, self.rounding).ok()?).ok()
     }
 
     /// The first node whose value on `backend` is not the reference's: both run `graph` with every value as
@@ -395,29 +454,54 @@ impl Reference<'_> {
             Setting::default(),
         )?;
         let found = own.run(self.inputs.to_vec(), self.scalars)?;
-        let expected = self.values(all.clone())?;
-        let parting = expected
+        let values = self.values(all)?;
+        let parting = found
             .iter()
-            .zip(&found)
             .zip(nodes)
-            .find_map(|((expected, found), node)| {
-                let (expected, found) = (expected.to_host_tensor()?, found.to_host_tensor()?);
-                let difference = difference(&expected, &found, self.tolerance)?;
+            .enumerate()
+            .find_map(|(index, (found, node))| {
+                let difference = values.difference(index, &found.to_host_tensor()?)?;
                 Some(Parting::at(graph, node, difference))
             });
         Ok(parting)
     }
 }
 
+/// What a reference gives for the outputs of a graph.
+pub struct Values {
+    expected: Vec<Storage>,
+    /// The same with all values moved by rounding, if that could be had.
+    rounded: Option<Vec<Storage>>,
+    tolerance: f64,
+    rounding: f64,
+}
+
+impl Values {
+    /// How `found` differs from output `index` by more than tolerance and rounding explain; none if it agrees, or
+    /// if there are no numbers to compare.
+    pub fn difference(&self, index: usize, found: &HostTensor) -> Option<Difference> {
+        let expected = self.expected[index].to_host_tensor()?;
+        let difference = difference(&expected, found, self.tolerance)?;
+        let rounded = self
+            .rounded
+            .as_ref()
+            .and_then(|rounded| rounded[index].to_host_tensor());
+        let is_noise = rounded.is_some_and(|rounded| is_noise(&expected, found, &rounded, self.rounding));
+        (!is_noise).then_some(difference)
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use kiln_graph::TensorType;
+
     use super::*;
 
     #[test]
     fn noise_explains_differences_of_its_own_size_alone() {
         let tensor =
             |values: &[f64]| HostTensor::from_floats(DType::F32, [values.len()], values.iter().copied());
-        let (expected, rounded) = (tensor(&[2e-10, -1e-10]), tensor(&[3e-5, 1e-5]));
+        let (expected, rounded) = (tensor(&[2e-10, -1e-10]), tensor(&[3e-9, 1e-9]));
         let share = rounding_over_bf16(DType::F32);
         let explained = |found: &[f64]| is_noise(&expected, &tensor(found), &rounded, share);
         assert!(explained(&[-4e-10, 3e-10]));
@@ -427,9 +511,43 @@ mod tests {
         assert!(!is_noise(
             &expected,
             &tensor(&[1.001, 0.0]),
-            &tensor(&[1.004, 1e-5]),
+            &tensor(&[1.000_01, 1e-5]),
             share
         ));
+        // Rounding that changes one element of many does not explain that all differ.
+        let expected = tensor(&[1.0; 4096]);
+        let (mut rounded, mut found) = (vec![1.0; 4096], vec![1.0; 4096]);
+        (rounded[7], found[9]) = (1.01, 0.99);
+        assert!(is_noise(&expected, &tensor(&found), &tensor(&rounded), share));
+        assert!(!is_noise(
+            &expected,
+            &tensor(&[0.99; 4096]),
+            &tensor(&rounded),
+            share
+        ));
+    }
+
+    #[test]
+    fn rounding_moves_what_is_computed_by_its_share() {
+        let mut graph = Graph::new("rounded");
+        let x = graph.parameter(TensorType::new(DType::F32, [5]));
+        let p = Provenance::default();
+        let negative = graph.unary(UnaryOp::Neg, x, &p).unwrap();
+        let shaped = graph.reshape(negative, [5, 1], &p).unwrap();
+        graph.output(x, None);
+        graph.output(shaped, None);
+        let values = [1.0f32, 1.000_976_6, f32::MIN, f32::INFINITY, -3.003_906_2];
+        let share = 2f64.powi(-3);
+        let graph = rounded(&graph, share).unwrap();
+        let outputs = kiln_graph::interpret(&graph, &[HostTensor::from_vec([5], values)], &[]).unwrap();
+        let outputs: Vec<Vec<f64>> = outputs.iter().map(HostTensor::to_f64s).collect();
+        assert_eq!(outputs[0], values.map(f64::from), "arguments are as they were");
+        let moved = |x: f64, half: f64| x + share * (half - x);
+        assert_eq!(outputs[1][0], -1.0);
+        assert!((outputs[1][1] - moved(-1.000_976_6, -1.0)).abs() < 1e-6);
+        assert!((outputs[1][1] + 1.000_976_6).abs() > 1e-4);
+        assert_eq!(outputs[1][2..4], [f64::from(f32::MAX), f64::NEG_INFINITY]);
+        assert!((outputs[1][4] - moved(3.003_906_2, 3.0)).abs() < 1e-6);
     }
 
     fn floats(values: &[f32]) -> HostTensor {

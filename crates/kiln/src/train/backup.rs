@@ -100,8 +100,9 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             return Some(((model, optim), masters));
         }
         // Pending updates in the cells come from the failed call and may have no elements: they are taken
-        // out without being computed.
-        let _ = rehearse(|| drop(model.valid()));
+        // out without being computed. A clone has the same cells, and parameters of its own: those that
+        // were not drawn yet would be drawn here, and never computed.
+        let _ = rehearse(|| drop(model.clone().valid()));
         let model = model.map(&mut CellMapper {
             cells,
             position: 0,

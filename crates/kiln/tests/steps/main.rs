@@ -7,6 +7,7 @@
 
 mod attention;
 mod budgets;
+mod checks;
 mod control;
 mod copies;
 mod empty_cache;

@@ -42,47 +42,6 @@ fn after_the_first_steps_no_model_code_runs() {
     assert_eq!(step.history().proofs, 2);
 }
 
-/// Every call that is checked fails at a tolerance of zero: sums have another order. Model and optimizer are
-/// then as they were, and calls behind the checked ones go on from there.
-#[test]
-fn a_check_that_fails_costs_neither_model_nor_optimizer() {
-    let _turn = turn();
-    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let start = initialised(Mlp::<Compiled>::new(&device()));
-    let train = |options: CompileOptions, failing: usize| {
-        let model = copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
-        let step = TrainStep::new(model, AdamWConfig::new().init(), loss).with_options(options);
-        let mut step = step.build().unwrap();
-        for _ in 0..failing {
-            let error = step.step(rate(0), batch(0, EXAMPLES, &device())).unwrap_err();
-            assert!(
-                error.to_string().contains("is not what aot_eager gives"),
-                "{error}"
-            );
-            assert_eq!(
-                parameters::<Compiled, _>(step.model().unwrap()),
-                parameters::<Compiled, _>(&start)
-            );
-        }
-        let mut outcome = Outcome::default();
-        for index in 0..8 {
-            let loss = step.step(rate(index), batch(index, EXAMPLES, &device()));
-            outcome.losses.push(value(loss.unwrap()));
-        }
-        outcome.parameters = parameters::<Compiled, _>(&step.into_model());
-        outcome
-    };
-    let options = CompileOptions::default();
-    let expected = train(options.clone(), 0);
-    let checked = options
-        .check_against("aot_eager", 0.0)
-        .unwrap()
-        .with_check_steps(3);
-    let outcome = train(checked, 3);
-    assert_eq!(outcome.losses, expected.losses);
-    assert_eq!(outcome.parameters, expected.parameters);
-}
-
 #[test]
 fn another_batch_size_is_recorded_and_training_goes_on() {
     let _turn = turn();
