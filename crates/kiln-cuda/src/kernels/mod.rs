@@ -5,6 +5,7 @@
 //! [`product`] have templates.
 
 pub mod attention;
+pub mod convolution;
 mod groups;
 pub mod product;
 

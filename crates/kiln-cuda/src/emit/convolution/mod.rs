@@ -9,13 +9,14 @@
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
 //! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
 //! | both, of 16 bits or where products may round | [`tensor`]: the same tiles on tensor cores |
-//! | both, of pictures | [`picture`] and [`tensor`], before cuDNN is asked |
+//! | both, of pictures | [`picture`] with [`bands`] or [`tensor`], before cuDNN is asked |
 //! | integers, empty tensors, few channels of a group | [`direct`]: one result a thread |
 //!
 //! A convolution and the gradient of its input are both correlations: a pixel of the result is a sum over
 //! taps of the window and over channels (the *depth*) of an image. The gradient reads the image of the
 //! convolution's results, its window is mirrored, and its strides are the result's.
 
+mod bands;
 mod correlation;
 mod depthwise;
 mod direct;

@@ -17,9 +17,9 @@
 use kiln_graph::DType;
 
 use super::correlation::Correlation;
-use super::tensor;
 use super::transfer::transfer;
 use super::{ALIGNMENT, Convolution, THREADS, Weight};
+use super::{bands, tensor};
 use crate::convolutions::Task;
 use crate::emit::image::{Image, Template};
 use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch};
@@ -27,17 +27,17 @@ use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch};
 const PICTURE: &str = include_str!("../../kernels/cuda/convolution/picture.cuh");
 
 /// Channels of a place.
-const CHANNELS: usize = 4;
+pub const CHANNELS: usize = 4;
 
 /// Elements of 16 bits that are copied together.
 const VECTOR: usize = 8;
 
 /// How the rows of a picture and of its windows lie in working memory.
-struct Rows {
+pub struct Rows {
     /// Places of a row of the picture.
     row: usize,
     /// Places of a row of a window.
-    window: usize,
+    pub window: usize,
 }
 
 impl Rows {
@@ -57,7 +57,7 @@ impl Rows {
     }
 
     /// Elements of a depth.
-    fn depth(&self) -> usize {
+    pub fn depth(&self) -> usize {
         self.window * CHANNELS
     }
 }
@@ -88,24 +88,29 @@ pub fn generate(
         low: [convolution.low[0], convolution.low[1], 0],
         ..*convolution
     };
+    let depth = rows.depth() as i64;
+    let taps = [w1 as i64 * depth, depth, 0];
+    let dimensions = convolution.dims.stride.len();
+    let own = Weight {
+        base: weight.base,
+        offset: 0,
+        strides: [(w0 * w1) as i64 * depth, 1]
+            .into_iter()
+            .chain(taps[3 - dimensions..].iter().copied())
+            .collect(),
+    };
+    let in_bands = match task {
+        Task::WeightGradient => bands::weight(convolution, &rows, &inner, weight.base, options),
+        _ => bands::forward(convolution, &rows, &own, options),
+    };
+    if let Some(code) = in_bands {
+        return assemble(convolution, weight, task, &rows, code, false);
+    }
     let code = match task {
         Task::WeightGradient => tensor::weight(&inner, weight.base, options)?,
-        _ => {
-            let depth = rows.depth() as i64;
-            let taps = [w1 as i64 * depth, depth, 0];
-            let dimensions = convolution.dims.stride.len();
-            let own = Weight {
-                base: weight.base,
-                offset: 0,
-                strides: [(w0 * w1) as i64 * depth, 1]
-                    .into_iter()
-                    .chain(taps[3 - dimensions..].iter().copied())
-                    .collect(),
-            };
-            tensor::correlation(&Correlation::new(&inner, &own, false), options)?
-        }
+        _ => tensor::correlation(&Correlation::new(&inner, &own, false), options)?,
     };
-    assemble(convolution, weight, task, &rows, code)
+    assemble(convolution, weight, task, &rows, code, true)
 }
 
 /// The picture's rows in working memory as an image of overlapping depths.
@@ -127,13 +132,14 @@ fn depths(convolution: &Convolution<'_>, rows: &Rows) -> Image {
 }
 
 /// `code`, which reads and writes copies, with the launches that make these and, of a gradient, the one that
-/// stores it. The copies are in front of the working memory of `code`.
+/// stores it. The copies are in front of the working memory of `code`. The picture itself is copied if `copies`.
 fn assemble(
     convolution: &Convolution<'_>,
     weight: &Image,
     task: Task,
     rows: &Rows,
     code: KernelCode,
+    copies: bool,
 ) -> Option<KernelCode> {
     let (x, [w0, w1, w2]) = (&convolution.x, convolution.window);
     let is_gradient = task == Task::WeightGradient;
@@ -143,21 +149,27 @@ fn assemble(
     };
     let places = x.images * x.extents[0] * x.extents[1] * rows.row;
     let size = |elements: usize, dtype: DType| (elements * dtype.size()).next_multiple_of(ALIGNMENT);
-    let copied = size(places * CHANNELS, convolution.dtype);
+    let copied = match copies {
+        true => size(places * CHANNELS, convolution.dtype),
+        false => 0,
+    };
     let all = copied + size(weight.images * w0 * w1 * rows.depth(), weight_dtype);
     let place = |argument: &mut Argument| match argument {
         Argument::Scratch(at) => *at += all,
-        argument if *argument == Argument::value(x.base) => *argument = Argument::Scratch(0),
+        argument if copies && *argument == Argument::value(x.base) => *argument = Argument::Scratch(0),
         argument if *argument == Argument::value(weight.base) => *argument = Argument::Scratch(copied),
         _ => {}
     };
-    let mut calls = vec![Call::Launch(copy(
-        convolution,
-        x,
-        convolution.low[2],
-        rows.row,
-        0,
-    )?)];
+    let mut calls = Vec::new();
+    if copies {
+        calls.push(Call::Launch(copy(
+            convolution,
+            x,
+            convolution.low[2],
+            rows.row,
+            0,
+        )?));
+    }
     if !is_gradient {
         calls.push(Call::Launch(copy(convolution, weight, 0, rows.window, copied)?));
     }

@@ -125,7 +125,7 @@ impl Convolution<'_> {
     }
 
     /// The constants that all templates for tensor cores take.
-    fn types(&self) -> [(&'static str, usize); 2] {
+    pub(super) fn types(&self) -> [(&'static str, usize); 2] {
         [
             ("PER_WORD", self.per_word()),
             ("IS_BF16", usize::from(self.dtype == DType::BF16)),
