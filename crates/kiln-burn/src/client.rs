@@ -121,11 +121,15 @@ impl RunnerClient for KilnClient {
     type Device = KilnDevice;
 
     fn register_op(&self, operation: OperationIr) {
+        let is_drop = matches!(operation, OperationIr::Drop(_));
         match ranks::replaced(&operation, || self.new_id()) {
             Some(operations) => operations
                 .into_iter()
                 .for_each(|operation| session::submit(self.device, operation)),
             None => session::submit(self.device, operation),
+        }
+        if !is_drop {
+            table::note_operation();
         }
     }
 
@@ -133,6 +137,7 @@ impl RunnerClient for KilnClient {
         let data = session::fetch(&tensor, BreakReason::Read)
             .and_then(|tensor| tensor.try_into_data().map_err(Error::from))
             .map_err(to_burn);
+        table::note_operation();
         Box::pin(std::future::ready(data))
     }
 

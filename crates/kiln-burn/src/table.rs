@@ -8,6 +8,11 @@
 //! A replayed step relies on tensors that it does not look up at each run: constants and state. It leaves a
 //! [`Watch`] on their ids, which trips when the program drops such a tensor or when another step begins to
 //! write it.
+//!
+//! Tensors that several threads use may be dropped by one while another is about to use them: those stay a
+//! little longer ([`lingering`]).
+
+mod lingering;
 
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 
@@ -15,6 +20,8 @@ use crate::device::Place;
 use crate::record::marks::Mark;
 use crate::storage::Storage;
 use burn_ir::TensorId;
+use lingering::Users;
+pub use lingering::{User, acting_for, note_operation, this_thread};
 use rustc_hash::FxHashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -72,12 +79,16 @@ struct Entry {
     watches: Vec<Arc<Watch>>,
     /// Dimensions that the program marked.
     marks: Vec<Mark>,
+    users: Users,
 }
 
 impl Entry {
     fn new(held: Held) -> Self {
+        let mut users = Users::default();
+        users.note();
         Self {
             held,
+            users,
             written: false,
             watches: Vec::new(),
             marks: Vec::new(),
@@ -169,10 +180,12 @@ pub fn defer(id: TensorId, keeper: Arc<dyn Keeper>, index: usize) {
 /// Forgets a tensor that the program dropped; false if there is none.
 pub fn discard(id: TensorId) -> bool {
     let mut tensors = tensors();
-    let unread = match tensors.get(&id).map(|entry| &entry.held) {
-        None => return false,
-        Some(Held::Kept(keeper, _)) => !keeper.is_needed_for_drop(),
-        Some(Held::Known(_)) => false,
+    let Some(entry) = tensors.get(&id) else {
+        return false;
+    };
+    let unread = match &entry.held {
+        Held::Kept(keeper, _) => !keeper.is_needed_for_drop() && !entry.users.are_several(),
+        Held::Known(_) => false,
     };
     if !unread {
         drop(tensors);
@@ -280,14 +293,20 @@ pub fn is_written(id: TensorId) -> bool {
     tensors().get(&id).is_some_and(|entry| entry.written)
 }
 
-/// The tensor, shared with the table.
+/// The tensor, shared with the table. A thread may ask for one that another has dropped meanwhile.
 pub fn get(id: TensorId) -> Option<Slot> {
     loop {
-        let (keeper, index) = match &tensors().get(&id)?.held {
+        let mut tensors = tensors();
+        let Some(entry) = tensors.get_mut(&id) else {
+            return lingering::get(id);
+        };
+        entry.users.note();
+        let (keeper, index) = match &entry.held {
             Held::Known(slot) => return Some(slot.clone()),
             Held::Kept(keeper, index) => (keeper.clone(), *index),
         };
         // Without the lock: the keeper enters the tensor here.
+        drop(tensors);
         keeper.give_back(index);
     }
 }
@@ -296,7 +315,10 @@ pub fn get(id: TensorId) -> Option<Slot> {
 pub fn remove(id: TensorId) -> Option<Slot> {
     loop {
         let mut tensors = tensors();
-        let entry = tensors.get(&id)?;
+        let Some(entry) = tensors.get_mut(&id) else {
+            return lingering::get(id);
+        };
+        entry.users.note();
         if let Held::Kept(keeper, index) = &entry.held {
             let (keeper, index) = (keeper.clone(), *index);
             drop(tensors);
@@ -304,15 +326,18 @@ pub fn remove(id: TensorId) -> Option<Slot> {
             continue;
         }
         entry.trip(id, None);
-        match tensors.remove(&id)?.held {
-            Held::Known(slot) => return Some(slot),
-            Held::Kept(..) => unreachable!("looked at under the same lock"),
-        }
+        let Entry { held, users, .. } = tensors.remove(&id)?;
+        let Held::Known(slot) = held else {
+            unreachable!("looked at under the same lock");
+        };
+        lingering::linger(id, &slot, users);
+        return Some(slot);
     }
 }
 
 /// Bytes that all tensors hold, but for those that a keeper has: views of one buffer count once.
 pub fn bytes() -> usize {
+    lingering::sweep();
     let tensors = tensors();
     let buffers = tensors.values().filter_map(|entry| match &entry.held {
         Held::Known(Slot::Ready(tensor)) => Some(tensor.buffer()),

@@ -39,7 +39,7 @@ use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::random::Stream;
 use crate::storage::Storage;
-use crate::table::{self, Slot};
+use crate::table::{self, Slot, User};
 use crate::{eager, random, stream};
 pub use compiled::{CompiledRegion, Traced};
 pub use disable::{disable, is_disabled};
@@ -71,10 +71,8 @@ struct Session {
     /// Finds the user's line of each operation (in a lazy session, of those that take indices); none while
     /// the recording is expected to be a known step.
     lines: Option<Lines>,
-    /// Tensors whose last use was a read of another thread. The session's own thread may have an operation
-    /// on its way that was given such a tensor before, so they stay in the table until the next recorded
-    /// operation is complete.
-    read_elsewhere: Vec<TensorId>,
+    /// The thread whose operations these are. Another one may run them, if it needs one of their results.
+    thread: Arc<User>,
     /// The session of which this one records a part: a function that is going to be one operation there. Such
     /// a recording never runs, and its inputs may be tensors that are pending there.
     parent: Option<Shared>,
@@ -113,7 +111,7 @@ impl Session {
             error: None,
             lazy,
             lines: lazy.then(Lines::default),
-            read_elsewhere: Vec::new(),
+            thread: table::this_thread(),
             parent: None,
             left: Vec::new(),
         }
@@ -122,6 +120,7 @@ impl Session {
     fn begin(&mut self) {
         self.region.begin();
         self.recording = Recording::new(table::id_watermark());
+        self.thread = table::this_thread();
         self.segment = 0;
         self.error = None;
         self.look_up_lines();
@@ -146,9 +145,6 @@ impl Session {
     /// The recording; the session continues with an empty one.
     fn take_recording(&mut self) -> Recorded {
         wish::grant(&mut self.recording);
-        for id in self.read_elsewhere.drain(..) {
-            table::remove(id);
-        }
         std::mem::replace(&mut self.recording, Recording::new(table::id_watermark())).finish()
     }
 
@@ -163,7 +159,8 @@ impl Session {
             self.segment += 1;
         }
         self.region.recorded_in = self.since.elapsed();
-        if let Err(error) = self.region.run(segment, recorded) {
+        let run = || self.region.run(segment, recorded);
+        if let Err(error) = table::acting_for(&self.thread, run) {
             tracing::error!(target: "kiln", "{error}");
             self.error.get_or_insert(error);
         }

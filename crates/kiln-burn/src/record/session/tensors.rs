@@ -98,16 +98,8 @@ pub(super) fn wait_for(id: TensorId, last_use: bool) -> Slot {
             };
             // The error, if any, is in the table, and `run` of that session reports it too.
             let _ = guard.cut(reason, Some(id));
-            // Still under the lock: the session's thread may be about to consume the tensor, or to read it
-            // once more.
-            let found = match last_use && !is_own {
-                true => {
-                    guard.read_elsewhere.push(id);
-                    table::get(id)
-                }
-                false => take(id, last_use || wish.was_consumed()),
-            };
-            return found.unwrap_or_else(never_computed);
+            // Still under the lock: the session's thread may be about to consume the tensor.
+            return take(id, last_use || wish.was_consumed()).unwrap_or_else(never_computed);
         }
     }
     // Between looking at the table and at the sessions, the owner may have run by itself.
