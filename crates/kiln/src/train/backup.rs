@@ -13,15 +13,15 @@ use kiln_burn::Kiln;
 use kiln_burn::record::exchange::Owned;
 use kiln_burn::record::{self, rehearse};
 
-use super::TrainBackend;
 use super::masters::Masters;
 use super::ownership::{own_model, own_optimizer};
 use super::places::{Cells, map_tensors};
+use super::{TrainBackend, Trained};
 use crate::input::KilnTensor;
 
 /// See the module.
 pub(super) struct Backup<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    model: M,
+    model: Box<M>,
     optim: OptimizerAdaptor<O, M, B>,
     cells: Cells,
     /// The tensors in cells, in order.
@@ -32,7 +32,7 @@ pub(super) struct Backup<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimiz
 }
 
 /// Model and optimizer, and this rank's shares of a master copy.
-pub(super) type Restored<B, M, O> = ((M, OptimizerAdaptor<O, M, B>), Option<Masters>);
+pub(super) type Restored<B, M, O> = (Trained<B, M, O>, Option<Masters>);
 
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Backup<B, M, O> {
     /// A backup of `model`, with these cells, of `optim`, and of the shares of a master copy.
@@ -52,7 +52,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
             drop(model.clone().map(&mut look));
         }
         Self {
-            model: model.clone(),
+            model: Box::new(model.clone()),
             optim: optim.clone(),
             cells: cells.clone(),
             in_cells: look.seen,
@@ -64,7 +64,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
     /// Lets the step under way overwrite tensors that only this backup holds.
     pub(super) fn surrender(self) -> Self {
         let mut owned = Owned::default();
-        let model = own_model::<B, M>(self.model, &self.cells, &mut owned);
+        let model = Box::new(own_model::<B, M>(*self.model, &self.cells, &mut owned));
         let optim = own_optimizer(self.optim, &mut owned);
         let in_cells = self
             .in_cells
@@ -102,13 +102,13 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Ba
         // Pending updates in the cells come from the failed call and may have no elements: they are taken
         // out without being computed. A clone has the same cells, and parameters of its own: those that
         // were not drawn yet would be drawn here, and never computed.
-        let _ = rehearse(|| drop(model.clone().valid()));
-        let model = model.map(&mut CellMapper {
+        let _ = rehearse(|| drop(M::clone(&model).valid()));
+        let model = Box::new(model.map(&mut CellMapper {
             cells,
             position: 0,
             replace: Some(in_cells.into_iter()),
             seen: Vec::new(),
-        });
+        }));
         Some(((model, optim), masters))
     }
 }

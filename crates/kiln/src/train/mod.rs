@@ -162,7 +162,7 @@ pub enum TrainError {
 
 /// Builds a [`TrainStep`]: made by [`TrainStep::new`].
 pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F> {
-    model: M,
+    model: Box<M>,
     optim: OptimizerAdaptor<O, M, B>,
     loss: F,
     start: Start<B, M, O>,
@@ -175,6 +175,10 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     sharded: bool,
     synchronised: bool,
 }
+
+/// Model and optimizer. The model is on the heap: without optimisation each function has room for every copy that
+/// it moves, and layers of a model that hold each other in place would fill the stack of a thread.
+type Trained<B, M, O> = (Box<M>, OptimizerAdaptor<O, M, B>);
 
 /// Makes the state that an optimizer starts from ([`zeros::start`]).
 type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> OptimizerAdaptor<O, M, B>;
@@ -281,8 +285,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         };
         let capacity = self.options.recompile_limit.clamp(least, VARIANTS.1);
         let model = match &self.world {
-            Some(world) => ranks::begin::<B, M>(self.model, world)?,
-            None => self.model,
+            Some(world) => ranks::begin::<B, M>(*self.model, world)?,
+            None => *self.model,
         };
         let model = match self.weights {
             Some(weights) if weights.has_master() => cast_parameters::<B, M>(model, burn_tensor::DType::F32),
@@ -324,7 +328,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             replays: self.options.backend != CompileBackend::Eager,
             strict: self.options.strict,
             region: CompiledRegion::new(self.options).for_replay(),
-            trained: Some((model, optim)),
+            trained: Some((Box::new(model), optim)),
             synchronised: self.synchronised && world.is_some(),
             world,
             shards,
@@ -376,7 +380,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
-    trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    trained: Option<Trained<B, M, O>>,
     /// The ranks it trains with; none if there are no others.
     world: Option<World>,
     /// Whether statistics of batch norm are taken over all ranks.
@@ -452,7 +456,7 @@ where
     ) -> TrainStepBuilder<B, M, O, F> {
         let options = CompileOptions::default().with_name("train_step");
         TrainStepBuilder {
-            model,
+            model: Box::new(model),
             optim: optim.into_adaptor(),
             loss,
             start: zeros::start,
@@ -589,8 +593,8 @@ where
         }
         let mut renewed = None;
         self.variants.rename(|state| {
-            let (model, names) = ownership::renew::<B, M>(model, state)?;
-            renewed = Some(model);
+            let (model, names) = ownership::renew::<B, M>(*model, state)?;
+            renewed = Some(Box::new(model));
             Ok(names)
         })?;
         self.trained = renewed.map(|model| (model, optim));
@@ -669,7 +673,7 @@ where
     /// ([`TrainStep::whole_model`]).
     pub fn model(&self) -> Option<&M> {
         self.lent.store(true, Ordering::Relaxed);
-        self.trained.as_ref().map(|(model, _)| model)
+        self.trained.as_ref().map(|(model, _)| &**model)
     }
 
     /// The optimizer with its current state, for a checkpoint; none after a step failed half way. The next
@@ -689,7 +693,7 @@ where
         self.leave_replay();
         let (model, optim) = self.trained.as_ref().ok_or(TrainError::Lost)?;
         match &self.shards {
-            Some(shards) => Ok(self.whole.insert(shards.whole(model, optim)?)),
+            Some(shards) => Ok(self.whole.insert(shards.whole(&**model, optim)?)),
             None => Ok(optim),
         }
     }
@@ -709,7 +713,7 @@ where
         }
         self.lent.store(true, Ordering::Relaxed);
         let (model, _) = self.trained.as_ref().ok_or(TrainError::Lost)?;
-        let model = model.clone();
+        let model = M::clone(model);
         match (&self.masters, &self.world) {
             (Some(masters), Some(world)) => {
                 let cells = Cells::of::<B, M>(&model);
@@ -727,7 +731,8 @@ where
     /// If a step failed half way and the model is lost; [`TrainStep::model`] tells.
     pub fn into_model(mut self) -> M {
         self.leave_replay();
-        self.trained
+        let trained = self.trained;
+        *trained
             .expect("a step failed while it replaced the parameters, and reported it")
             .0
     }
@@ -743,10 +748,10 @@ where
         };
         let (model, optim) = self.trained?;
         let optim = match &self.shards {
-            Some(shards) => shards.whole(&model, &optim).ok()?,
+            Some(shards) => shards.whole(&*model, &optim).ok()?,
             None => optim,
         };
-        Some((whole.unwrap_or(model), optim))
+        Some((whole.unwrap_or(*model), optim))
     }
 
     /// Where the scaling of the loss stands, for a log or a checkpoint; none if the loss is not scaled
@@ -777,7 +782,7 @@ where
     /// half way.
     pub fn state(&self) -> Option<State> {
         let (model, optim) = self.trained.as_ref().filter(|_| self.cells.is_some())?;
-        let (model_bytes, optimizer_bytes) = places::bytes(model, optim);
+        let (model_bytes, optimizer_bytes) = places::bytes(&**model, optim);
         Some(State {
             model_bytes,
             optimizer_bytes,

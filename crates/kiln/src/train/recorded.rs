@@ -56,7 +56,7 @@ where
         }
         let mut before = places::of_model::<B, M>(&model);
         let masters = self.masters.take();
-        let backup = Backup::new(&model, &optim, &cells, masters.clone());
+        let backup = Backup::new(&*model, &optim, &cells, masters.clone());
         let copies = self.copies.take();
         let stored = self
             .storing(is_initialized)
@@ -131,7 +131,7 @@ where
         let after = places::of_model::<B, M>(&trained.0);
         let device = trained.0.devices().first().copied().unwrap_or_default();
         let optimizer_after = match traced {
-            true => places::of_optimizer(&trained.0, &trained.1),
+            true => places::of_optimizer(&*trained.0, &trained.1),
             false => Vec::new(),
         };
         self.trained = Some(trained);

@@ -23,7 +23,7 @@ use super::ranks;
 use super::rehearsal::{Rehearsal, trained_parameters};
 use super::shards::{Shapes, Shards};
 use super::weights::{Before, Copies, Stored};
-use super::{Start, StepOutput, TrainBackend};
+use super::{Start, StepOutput, TrainBackend, Trained};
 
 /// Why batch norms could not be synchronised: the payload with which a recording is given up.
 pub(super) struct Refused(pub String);
@@ -70,7 +70,7 @@ pub(super) struct Recording<'a, B: TrainBackend, M: AutodiffModule<B>, O: Simple
 /// The results of a recorded call.
 pub(super) struct Recorded<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
     /// Model and optimizer after the call.
-    pub trained: (M, OptimizerAdaptor<O, M, B>),
+    pub trained: Trained<B, M, O>,
     /// The result of the closure.
     pub output: L,
     /// Where the optimizer's part of the recording begins.
@@ -111,7 +111,7 @@ where
     /// If the closure or the optimizer does; with [`Refused`] if batch norms cannot be synchronised.
     pub(super) fn run<I, L>(
         mut self,
-        model: M,
+        model: Box<M>,
         optim: OptimizerAdaptor<O, M, B>,
         input: I,
     ) -> Recorded<B, M, O, L>
@@ -141,10 +141,10 @@ where
         // In front of whatever looks at their size: all ranks skip a step together.
         let (mut gradients, shapes) = match self.shards {
             Some(shards) => {
-                let (shares, shapes) = shards.reduce(&model, gradients);
+                let (shares, shapes) = shards.reduce(&*model, gradients);
                 (shares, Some(shapes))
             }
-            None if self.has_ranks => (ranks::average(&model, gradients), None),
+            None if self.has_ranks => (ranks::average(&*model, gradients), None),
             None => (gradients, None),
         };
         if self.cells.any() {
@@ -160,14 +160,17 @@ where
         }
         let scaled = scaling.map(|(scaling, state)| {
             before.extend(state.places());
-            let skip = state.unscale(&model, &mut gradients, shapes.is_some());
+            let skip = state.unscale(&*model, &mut gradients, shapes.is_some());
             (state.next(&skip, &scaling), skip)
         });
         let skip = scaled.as_ref().map(|(_, skip)| skip);
         let masters = self.masters.take();
         let updated = self.update((model, optim), masters, gradients, shapes, skip, narrow.as_ref());
         let (model, copies) = match narrow.filter(|_| updated.masters.is_none()) {
-            Some(before) => before.narrowed::<B>(updated.model, self.cells),
+            Some(before) => {
+                let (model, copies) = before.narrowed::<B>(*updated.model, self.cells);
+                (Box::new(model), copies)
+            }
             None => (updated.model, None),
         };
         Recorded {
@@ -223,7 +226,7 @@ where
     /// then: those of the master copy if ranks divide one.
     fn update(
         &self,
-        (mut model, optim): (M, OptimizerAdaptor<O, M, B>),
+        (mut model, optim): Trained<B, M, O>,
         masters: Option<Masters>,
         mut gradients: GradientsParams,
         shapes: Option<Shapes>,
@@ -231,10 +234,10 @@ where
         narrow: Option<&Before<M>>,
     ) -> Updated<B, M, O> {
         if let (Some(shards), Some(shapes)) = (self.shards, &shapes) {
-            gradients = shards.clip(&model, gradients);
+            gradients = shards.clip(&*model, gradients);
             model = match &masters {
-                Some(masters) => masters.own::<B, M>(model, self.cells, shapes),
-                None => shards.own(model, shapes),
+                Some(masters) => Box::new(masters.own::<B, M>(*model, self.cells, shapes)),
+                None => Box::new(shards.own(*model, shapes)),
             };
         }
         let mut optim = match self.first_state {
@@ -253,20 +256,20 @@ where
             false => None,
         };
         let before = match self.traced {
-            true => places::of_optimizer(&model, &optim),
+            true => places::of_optimizer(&*model, &optim),
             false => Vec::new(),
         };
         let unless_skipped = skip.map(|skip| (skip, Parameters::of::<B, M>(&model), optim.to_record()));
         let start = record::position();
-        let mut model = optim.step(self.rate, model, gradients);
+        let mut model = Box::new(optim.step(self.rate, *model, gradients));
         if let Some((skip, parameters, records)) = unless_skipped {
-            model = skip.model::<B, M>(parameters, model);
+            model = Box::new(skip.model::<B, M>(parameters, *model));
             optim = skip.optimizer(&model, records, optim);
         }
         let mut masters = masters;
         if let (Some(shards), Some(shapes)) = (self.shards, shapes) {
             masters = masters.map(|masters| masters.updated::<B, M>(&model, self.cells, &shapes));
-            model = shards.join(model, shapes, narrow.map(Before::dtype));
+            model = Box::new(shards.join(*model, shapes, narrow.map(Before::dtype)));
         }
         Updated {
             model,
@@ -289,10 +292,10 @@ where
         narrow: Option<&Before<M>>,
     ) -> Option<Rehearsed<B, M, O>> {
         let parameters = trained_parameters(model, gradients);
-        let stored = narrow.map(|before| &before.model);
+        let stored = narrow.map(|before| &*before.model);
         let shares = match (stored, self.shards, shapes) {
             (Some(stored), Some(shards), Some(shapes)) => {
-                record::rehearse(|| shards.own(stored.clone(), shapes))
+                record::rehearse(|| shards.own(M::clone(stored), shapes))
             }
             _ => None,
         };
@@ -307,7 +310,7 @@ where
 
 /// Model and optimizer after an update.
 struct Updated<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    model: M,
+    model: Box<M>,
     masters: Option<Masters>,
     optim: OptimizerAdaptor<O, M, B>,
     /// Where the update begins.

@@ -20,8 +20,8 @@ use burn_tensor::{DType, Tensor};
 use kiln_burn::record::{Recorded, exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
-use super::TrainBackend;
 use super::places::{tensors_of, with_state};
+use super::{TrainBackend, Trained};
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
 pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
@@ -61,9 +61,9 @@ struct Class {
 
 /// A shadow of model and optimizer that takes the host's part in every step.
 pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    shadow: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    shadow: Option<Trained<B, M, O>>,
     /// The shadow after the step that is under way.
-    next: Option<(M, OptimizerAdaptor<O, M, B>)>,
+    next: Option<Trained<B, M, O>>,
     classes: Vec<Class>,
     updates: Updates,
 }
@@ -228,7 +228,7 @@ const SAMPLE_RATE: LearningRate = 1e-3;
 
 /// Runs the optimizer of `shadow` on `parameters` in a rehearsal, with gradients that have no elements.
 pub(super) fn rehearse_update<B, M, O>(
-    shadow: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
+    shadow: &mut Option<Trained<B, M, O>>,
     parameters: &[ParamId],
     lr: LearningRate,
 ) -> Option<((), Recorded)>
@@ -239,8 +239,8 @@ where
 {
     rehearse(|| {
         if let Some((model, mut optim)) = shadow.take() {
-            let gradients = empty_gradients(&model, parameters);
-            let model = optim.step(lr, model, gradients);
+            let gradients = empty_gradients(&*model, parameters);
+            let model = Box::new(optim.step(lr, *model, gradients));
             *shadow = Some((model, optim));
         }
     })
@@ -252,7 +252,7 @@ fn hollow<B: TrainBackend, M: AutodiffModule<B>>(
     model: &M,
     parameters: &[ParamId],
     widened: bool,
-) -> Option<M> {
+) -> Option<Box<M>> {
     struct Mapper<'a> {
         parameters: &'a [ParamId],
         widened: bool,
@@ -272,7 +272,7 @@ fn hollow<B: TrainBackend, M: AutodiffModule<B>>(
         }
     }
     let mut mapper = Mapper { parameters, widened };
-    Some(rehearse(|| model.clone().map(&mut mapper))?.0)
+    Some(rehearse(|| Box::new(model.clone().map(&mut mapper)))?.0)
 }
 
 /// A gradient without elements for each of `parameters`.

@@ -268,7 +268,7 @@ where
         tracked: Vec::new(),
     };
     let (model, _) = rehearse(|| model.clone().map(&mut hollow))?;
-    let mut shadow = Some((model, optim.clone()));
+    let mut shadow = Some((Box::new(model), optim.clone()));
     let mut step = || rehearse_update(&mut shadow, &hollow.tracked, 1e-3);
     Some(vec![step()?.1, step()?.1])
 }

@@ -20,11 +20,11 @@ use burn_optim::{LearningRate, SimpleOptimizer};
 use kiln_burn::record::{self, Place, Watch};
 use kiln_burn::{Error, Kiln};
 
-use super::TrainBackend;
 use super::history::Cause;
 use super::plan::{Plan, Trace};
 use super::rehearsal::Rehearsal;
 use super::shards::Shards;
+use super::{TrainBackend, Trained};
 use crate::input::{Signature, StepInput};
 
 /// The step for inputs of one signature.
@@ -165,7 +165,7 @@ where
         &mut self,
         index: usize,
         lr: LearningRate,
-        trained: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
+        trained: &mut Option<Trained<B, M, O>>,
     ) -> Option<Vec<ScalarIr>> {
         let updates = &self.list[index].plan.as_ref()?.updates;
         let fits = |rehearsal: &Rehearsal<B, M, O>| updates.has_members_of(rehearsal.updates());
@@ -177,10 +177,10 @@ where
             };
             let parameters = updates.parameters();
             let own = match &self.shards {
-                Some(shards) => record::rehearse(|| shards.own_parameters(model.clone(), &parameters)),
+                Some(shards) => record::rehearse(|| shards.own_parameters(M::clone(&model), &parameters)),
                 None => None,
             };
-            let rehearsed = own.as_ref().map_or(&model, |(own, _)| own);
+            let rehearsed = own.as_ref().map_or(&*model, |(own, _)| own);
             self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened);
             *trained = Some((model, optim));
         }
@@ -194,7 +194,7 @@ where
     pub(super) fn replayed(
         &mut self,
         lr: LearningRate,
-        trained: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
+        trained: &mut Option<Trained<B, M, O>>,
     ) -> Option<Replayed<'_, B, M, O, L>> {
         if self.suspended {
             return None;

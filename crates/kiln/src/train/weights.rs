@@ -253,7 +253,7 @@ pub(super) struct Stored {
 /// What tells parameters that a call did not update: the tensors that it began with.
 pub(super) struct Before<M> {
     /// The model that was stored.
-    pub model: M,
+    pub model: Box<M>,
     stored: Stored,
     ids: Ids,
 }
@@ -299,16 +299,17 @@ impl Stored {
     /// updates.
     pub(super) fn computed<B: TrainBackend, M: AutodiffModule<B> + Clone>(
         self,
-        model: M,
+        model: Box<M>,
         cells: &Cells,
-    ) -> (M, M, Before<M>) {
-        let computed = map_outside(model.clone(), cells, |position, tensor| {
+    ) -> (Box<M>, Box<M>, Before<M>) {
+        let computed = map_outside(M::clone(&model), cells, |position, tensor| {
             match (self.tensors.get(&position).cloned(), self.storing.role) {
                 (None, _) => tensor,
                 (Some(stored), Role::Rounded) => kiln_burn::with_copy(tensor, stored),
                 (Some(stored), _) => to(stored, DType::F32),
             }
         });
+        let computed = Box::new(computed);
         let updated = match self.storing.are_copies() {
             true => model.clone(),
             false => computed.clone(),
