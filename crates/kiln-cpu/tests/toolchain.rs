@@ -51,7 +51,10 @@ fn a_refused_compiler_is_passed_over_with_one_warning() {
     let candidates = compilers(folder.path(), 3);
     let mut asked = Vec::new();
     let accept = |toolchain: &Toolchain| {
-        asked.push(toolchain.command());
+        // On a machine with tiles of AMX a compiler that is refused is asked about without them, too.
+        if asked.last() != Some(&toolchain.command()) {
+            asked.push(toolchain.command());
+        }
         match asked.len() {
             3 => Ok(()),
             number => Err(format!("reason {number}")),
@@ -94,8 +97,9 @@ fn one_compiler_under_two_names_is_asked_about_once() {
     let (error, said) = warnings(|| Toolchain::first_accepted(&candidates, refuse).unwrap_err());
     assert!(matches!(error, CpuError::NoCompiler { .. }), "{error}");
     assert!(error.to_string().contains("it is wrong"), "{error}");
+    let times = 1 + usize::from(Toolchain::detect().unwrap().isa().has_tiles());
     // A fallback to another compiler is logged.
-    assert!(asked == 1 && said.is_empty(), "{asked} {said:?}");
+    assert!(asked == times && said.is_empty(), "{asked} {said:?}");
 }
 
 #[test]
