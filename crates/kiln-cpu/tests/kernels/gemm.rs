@@ -5,7 +5,7 @@ use kiln_cpu::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand};
 use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
-use crate::harness::{Random, distance, from_bf16, instruction_sets, run, to_bf16};
+use crate::harness::{Random, distance, from_bf16, instruction_sets, run, run_on, to_bf16};
 
 /// One random product.
 #[derive(Debug, Clone)]
@@ -299,7 +299,8 @@ fn check_shared(cases: &[Case], seed: u64, threads: usize) {
             .enumerate()
             .map(|(i, case)| case.kernel(format!("gemm{i}"), isa, threads))
             .collect();
-        let results = run(&toolchain, isa, &kernels, &inputs[..3 * count], &outputs[..count]);
+        let (inputs, outputs) = (&inputs[..3 * count], &outputs[..count]);
+        let results = run_on(threads.min(3), &toolchain, isa, &kernels, inputs, outputs);
         for ((case, [a, b, bias, c]), result) in cases.iter().zip(&data).zip(&results) {
             let result = match case.storage[1] {
                 Storage::BF16 => &from_bf16(result)[..c.len()],
@@ -418,6 +419,29 @@ fn products_that_threads_share_in_blocks_match_f64() {
         assert!(text.contains("threads share blocks"), "{case:?}");
     }
     check_shared(&cases, 41, 16);
+}
+
+/// Deep products of tiles whose panels meet in chunks of the depth: in the result itself, in partial sums of a
+/// depth that is cut, too, with last panels of any size, along rows and along columns, and in blocks.
+#[test]
+fn deep_products_in_chunks_match_f64() {
+    let mut cases = vec![
+        dense(64, 96, 4096, [true, true, false]).of_bf16(Storage::F32),
+        dense(80, 48, 2900, [false, true, false]).of_bf16(Storage::F32),
+        dense(48, 240, 2051, [false, false, false]).of_bf16(Storage::F32),
+        dense(100, 75, 8300, [true, true, false]).of_bf16(Storage::BF16),
+        dense(33, 130, 9001, [false, true, true]).of_bf16(Storage::F32),
+        dense(272, 528, 2222, [true, true, false]).of_bf16(Storage::F32),
+    ];
+    cases[1].prologue = true;
+    cases[3].epilogue = true;
+    for threads in [1, 2] {
+        for case in &cases {
+            let text = case.kernel("gemm".to_owned(), Isa::AmxBf16, threads).source;
+            assert!(text.contains("steps at a time"), "{case:?}");
+        }
+        check_shared(&cases, 51, threads);
+    }
 }
 
 fn large_deep_and_skinny() -> Vec<Case> {

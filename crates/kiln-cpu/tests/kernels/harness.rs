@@ -54,9 +54,21 @@ pub fn instruction_sets(toolchain: &Toolchain) -> Vec<Isa> {
     sets
 }
 
-/// Builds `kernels` into one step, runs it on 1, 2 and 3 threads (workspaces filled with NaN), checks that
-/// the bits agree, and returns the outputs. `outputs` gives the contents before the run.
+/// [`run_on`] three threads at most.
 pub fn run(
+    toolchain: &Toolchain,
+    isa: Isa,
+    kernels: &[KernelText],
+    inputs: &[&[f32]],
+    outputs: &[&[f32]],
+) -> Vec<Vec<f32>> {
+    run_on(3, toolchain, isa, kernels, inputs, outputs)
+}
+
+/// Builds `kernels` into one step, runs it on 1 to `most` threads (workspaces filled with NaN), checks that
+/// the bits agree, and returns the outputs. `outputs` gives the contents before the run.
+pub fn run_on(
+    most: usize,
     toolchain: &Toolchain,
     isa: Isa,
     kernels: &[KernelText],
@@ -74,7 +86,7 @@ pub fn run(
     let step = Library::load(built.path()).unwrap().step();
     let inputs: Vec<*const u8> = inputs.iter().map(|input| input.as_ptr().cast()).collect();
     let mut first: Option<Vec<Vec<f32>>> = None;
-    for threads in [1, 2, 3] {
+    for threads in 1..=most {
         let mut results: Vec<Vec<f32>> = outputs.iter().map(|output| output.to_vec()).collect();
         let pointers: Vec<*mut u8> = results
             .iter_mut()

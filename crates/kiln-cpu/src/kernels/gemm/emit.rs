@@ -74,7 +74,7 @@ impl Emitter<'_> {
         };
         let _ = writeln!(
             out,
-            "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}]{}, tiles of {} x {}, A {}, B {}{}{}. */",
+            "/* {comment}\n * {products}[{m} x {k}] * [{k} x {n}]{}, tiles of {} x {}, A {}, B {}{}{}{}. */",
             match plan.factor {
                 Factor::Bf16Pair => " of pairs of bf16",
                 Factor::Bf16Tile => " of pairs of bf16 in tiles of AMX",
@@ -95,6 +95,10 @@ impl Emitter<'_> {
                 format!(", depth in {} cuts", plan.cuts)
             } else {
                 String::new()
+            },
+            match plan.in_chunks() {
+                true => format!(", {} steps at a time", plan.chunk),
+                false => String::new(),
             },
         );
         let _ = writeln!(

@@ -47,8 +47,12 @@ impl<'a> Emitter<'a> {
                 block: tile::BLOCK,
             };
             self.tiles.insert(tile.helper(self.isa));
+            let (steps, accumulate) = match plan.in_chunks() {
+                true => ("steps", "(done > 0 || !args->from_zero)"),
+                false => ("args->depth", "!args->from_zero"),
+            };
             format!(
-                "{}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);",
+                "{}(tile_a, tile_b, {steps}, target, ldc, {accumulate});",
                 tile.name()
             )
         };
@@ -112,6 +116,15 @@ impl<'a> Emitter<'a> {
         let work = match plan.stream {
             Stream::Columns => self.row_loops(&sums, &self.tile(&sums, &calls)),
             Stream::Rows => self.column_loops(&sums, &self.tile(&sums, &calls)),
+        };
+        let work = match plan.in_chunks() {
+            true => format!(
+                "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < \
+                 {chunk} ? args->depth - done : {chunk};\n{}}}\n",
+                indent(&work, 4),
+                chunk = plan.chunk,
+            ),
+            false => work,
         };
         let (streamed, stationary) = plan.panels();
         let group = plan.group;
@@ -179,7 +192,8 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// C expressions of the addresses where a tile finds its rows of A and its columns of B.
+    /// C expressions of the addresses where a tile finds its rows of A and its columns of B. Where panels meet in
+    /// chunks these are those of the first chunk.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
         // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
@@ -240,7 +254,15 @@ impl<'a> Emitter<'a> {
             ),
             _ => "row * ldc + col".to_owned(),
         };
-        let (a, b) = self.operands();
+        let (mut a, mut b) = self.operands();
+        if plan.in_chunks() {
+            // A panel has its steps one after the other, each as high or wide as the panel is.
+            let [rows, last_rows] = [plan.rows, plan.last_rows(self.spec.m)];
+            let [columns, last_columns] = [width, plan.last_vectors * plan.lanes];
+            let (last_rp, last_cp) = (plan.row_panels - 1, plan.column_panels - 1);
+            a += &format!(" + done * (rp < {last_rp} ? {rows} : {last_rows})");
+            b += &format!(" + done * (cp < {last_cp} ? {columns} : {last_columns})");
+        }
         format!(
             "const int64_t row = {}, col = cp * {width};\nconst \
              {factor} *tile_a = {a};\nconst {factor} *tile_b = {b};\n{real} *target = base + {at};\n{calls}",
@@ -299,7 +321,11 @@ impl<'a> Emitter<'a> {
             Sums::Block => at,
             _ => "row * ldc + col",
         };
-        let test = if plan.cuts > 1 { "if (args->to_end) " } else { "" };
+        let test = match (plan.cuts > 1, plan.in_chunks()) {
+            (true, true) => "if (args->to_end && done + steps == args->depth) ",
+            (true, false) => "if (args->to_end) ",
+            (false, _) => "",
+        };
         format!(
             "{test}{{\n    const int64_t row = {}, rows = {rows}, col = {from} * {width}, ends = {end} * {width} < {n} ? {end} * \
              {width} : {n};\n    {name}_finish(args, batch, base + {place}, ldc, row, rows, col, ends - col);\n}}\n",

@@ -8,7 +8,7 @@ use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
     BATCH_PRODUCT, BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE,
-    PACK_STEPS, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT,
+    PACK_STEPS, PRODUCT_DEPTH, PRODUCT_L2, SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
 };
 
 /// The unit of work that threads share.
@@ -50,6 +50,8 @@ pub(super) struct ProductPlan {
     /// Depth of each cut but the last.
     pub depth: usize,
     pub cuts: usize,
+    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it.
+    pub chunk: usize,
     pub a_packed: bool,
     pub b_packed: bool,
     pub stream: Stream,
@@ -90,6 +92,21 @@ impl ProductPlan {
             _ => longest,
         };
 
+        // Tiles store whole vectors, and those of AMX whole tiles.
+        let in_result = spec
+            .epilogue
+            .memory
+            .as_ref()
+            .is_some_and(|memory| memory.col_stride == 1)
+            && n.is_multiple_of(lanes)
+            && (!tiles || m.is_multiple_of(amx::EXTENT));
+        let adds_up = in_result || cuts > 1;
+        let is_deep = depth >= 2 * TILE_DEPTH && spec.threads <= TILE_DEPTH_THREADS;
+        let chunk = match tiles && adds_up && is_deep {
+            true => round_up(depth.div_ceil(depth.div_ceil(TILE_DEPTH)), amx::EXTENT),
+            false => depth,
+        };
+
         let flops = 2 * m * n * k;
         let parallel = if spec.threads == 1 || flops * spec.batch < SERIAL_PRODUCT {
             Parallel::Serial
@@ -121,12 +138,14 @@ impl ProductPlan {
             Stream::Rows => (shared.panels, shared.rows, n),
             Stream::Columns => (column_panels, width, m),
         };
-        let bytes = depth * spec.element().bytes();
-        let kept = (PRODUCT_L2 / (panel * bytes).max(1)).clamp(1, 8);
+        let bytes = spec.element().bytes();
+        let kept = (PRODUCT_L2 / (panel * chunk * bytes).max(1)).clamp(1, 8);
         let met = panel * streamed.div_ceil(sharers).min(kept);
         let pay = match tiles {
             true => Blocks::pay_for_tiles(spec, [alone.panels, column_panels], waste),
-            false => a_packed && b_packed && Blocks::pay_for_vectors(met, stationary * bytes, sharers),
+            false => {
+                a_packed && b_packed && Blocks::pay_for_vectors(met, stationary * depth * bytes, sharers)
+            }
         };
         let blocks = match pay && parallel == Parallel::Panels {
             true => Blocks::choose([alone.panels, column_panels], sharers),
@@ -155,20 +174,14 @@ impl ProductPlan {
             all,
             depth,
             cuts,
+            chunk,
             a_packed,
             b_packed,
             stream,
             group,
             part: blocks.map(|blocks| blocks.stationary),
             parallel,
-            // Tiles store whole vectors, and those of AMX whole tiles.
-            in_result: spec
-                .epilogue
-                .memory
-                .as_ref()
-                .is_some_and(|memory| memory.col_stride == 1)
-                && n.is_multiple_of(lanes)
-                && (!tiles || m.is_multiple_of(amx::EXTENT)),
+            in_result,
         }
     }
 
@@ -187,6 +200,11 @@ impl ProductPlan {
             _ => self.depth,
         };
         steps.max(1)
+    }
+
+    /// Whether panels meet in chunks of the depth.
+    pub fn in_chunks(&self) -> bool {
+        self.chunk < self.depth
     }
 
     /// Columns of a full column panel.
