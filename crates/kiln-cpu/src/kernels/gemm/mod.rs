@@ -40,6 +40,7 @@ mod finish;
 mod pack;
 mod panels;
 mod plan;
+mod shares;
 mod tiles;
 mod workspace;
 
