@@ -1,75 +1,26 @@
 //! A compiled step that can be called.
-//!
-//! [`CudaExecutable::new`] asks the disk cache for the step of a graph before it compiles anything: the key
-//! is the graph's text without names, the phases of its nodes, the options and the device. The cache stores
-//! the step's code with its contract; machine code and the algorithms of products have caches of their own.
-//! So a second process compiles nothing and measures nothing.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use kiln_compiler::{CompileError, Contract, ExternCall, Options, compile, identity, log_step, numbered};
-use kiln_graph::{Graph, IndexError};
+use kiln_compiler::{Contract, ExternCall, Options, log_step};
+use kiln_graph::Graph;
 
 use super::bound::{Bound, Chosen, Memory, Parts, Place, Sink, bind};
-use super::either;
+use super::error::StepError;
 use super::gpu::Gpu;
-use super::guards;
+use super::prepare::{choices, compiled, load, name_own_kernels, ranks};
 use super::replayed::{Arrangement, Common, Given, Replayed};
 use super::settled::Parked;
-use crate::build::{Cubin, Key, Source, Store};
-use crate::code::{Address, CallKind, Function, StepCall, StepCode};
+use super::{either, guards};
+use crate::code::{Address, CallKind, StepCode};
 use crate::debug;
 use crate::error::CudaError;
-use crate::family::{Backend, SharedStep};
+use crate::family::SharedStep;
 use crate::products::Multiplier;
 use crate::ranks::Ranks;
-use crate::runtime::{Event, Kernel, Module, Parcel, Storage};
+use crate::runtime::{Event, Kernel, Parcel, Storage};
 use crate::target::CudaTarget;
-
-/// Why a step could not be compiled, or failed.
-#[derive(Debug, thiserror::Error)]
-pub enum StepError {
-    /// The step compiler failed.
-    #[error(transparent)]
-    Compile(#[from] CompileError),
-    /// The device, a library or the building of kernels failed.
-    #[error(transparent)]
-    Cuda(#[from] CudaError),
-    /// An index was out of range. Nothing that the step was given was overwritten.
-    #[error(transparent)]
-    Index(Box<IndexError>),
-    /// The cache's entry of a step cannot be read.
-    #[error("step `{name}`: its description cannot be read: {reason}")]
-    Description {
-        /// The step.
-        name: String,
-        /// Why.
-        reason: String,
-    },
-    /// The arguments of a call do not fit the step.
-    #[error("step `{name}` takes {expected} {what}, got {given}")]
-    Arguments {
-        /// The step.
-        name: String,
-        /// What was counted: inputs, outputs or scalars.
-        what: &'static str,
-        /// What the step takes.
-        expected: usize,
-        /// What it was given.
-        given: usize,
-    },
-    /// An operation that runs outside failed.
-    #[error("operation {index} outside of step `{name}` failed: {reason}")]
-    Outside {
-        /// The step.
-        name: String,
-        /// The operation's number.
-        index: u32,
-        /// Why.
-        reason: String,
-    },
-}
 
 /// Runs operations that stay outside the compiled step.
 pub trait Outside {
@@ -167,56 +118,6 @@ impl std::fmt::Debug for CudaExecutable {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "CudaExecutable({} on {:?})", self.name, self.gpu)
     }
-}
-
-/// The key of a graph's code in the cache.
-fn code_key(graph: &Graph, options: &Options, target: &CudaTarget) -> Key {
-    let fields = identity::fields(graph, options, target);
-    let mut parts: Vec<Vec<u8>> = vec![b"step".to_vec()];
-    for (name, value) in fields {
-        parts.push(name.as_bytes().to_vec());
-        parts.push(value);
-    }
-    Key::of(&parts)
-}
-
-/// What the compiler made of a graph before, if the cache has it.
-pub(crate) fn stored(
-    graph: &Graph,
-    options: &Options,
-    target: &CudaTarget,
-    store: &Store,
-) -> Option<(StepCode, Contract)> {
-    let stored = store.get(&code_key(graph, options, target))?;
-    let (code, contract): (StepCode, Contract) = serde_json::from_slice(&stored.content).ok()?;
-    Some((code, contract.with_lines_of(graph)))
-}
-
-/// What the compiler made of a graph, from the cache or new.
-pub(crate) fn compiled(
-    graph: &Graph,
-    options: &Options,
-    target: &CudaTarget,
-    store: &Store,
-    stages: &mut Vec<(&'static str, Duration)>,
-) -> Result<(StepCode, Contract, bool), StepError> {
-    let description = |error: serde_json::Error| StepError::Description {
-        name: graph.name.clone(),
-        reason: error.to_string(),
-    };
-    if options.debug.is_none()
-        && let Some((code, contract)) = stored(graph, options, target, store)
-    {
-        return Ok((code, contract, true));
-    }
-    let step = compile(&numbered(graph), options, target)?;
-    stages.extend_from_slice(&step.times);
-    let contract = step.contract();
-    if options.debug.is_none() {
-        let bytes = serde_json::to_vec(&(&step.code, &contract)).map_err(description)?;
-        store.put(&code_key(graph, options, target), &bytes, &graph.name, "");
-    }
-    Ok((step.code, contract.with_lines_of(graph), false))
 }
 
 impl CudaExecutable {
@@ -776,107 +677,4 @@ impl CudaExecutable {
             }),
         }
     }
-}
-
-impl Backend for Arc<Gpu> {
-    fn compile(&self, sources: &[Source]) -> Result<Vec<Cubin>, CudaError> {
-        self.compiler().compile(sources)
-    }
-
-    fn has(&self, source: &Source) -> bool {
-        self.compiler().has(source)
-    }
-
-    fn store(&self) -> &Store {
-        Gpu::store(self)
-    }
-
-    fn measure(&self, code: &StepCode) -> Result<(), CudaError> {
-        either::measure(self, code)
-    }
-
-    fn takes(&self, functions: &[Function], either: &CallKind) -> Result<bool, CudaError> {
-        either::takes(self, functions, either)
-    }
-}
-
-/// The other ranks, if the step has collectives.
-fn ranks(code: &StepCode, gpu: &Gpu) -> Result<Option<Ranks>, CudaError> {
-    let Some(needed) = code.ranks() else {
-        return Ok(None);
-    };
-    let known = |call: &StepCall| match &call.kind {
-        CallKind::Across { across, .. } => across.ranks == needed && across.shape().is_some(),
-        _ => true,
-    };
-    match gpu.ranks() {
-        Some(ranks) if ranks.size() == needed && code.calls.iter().all(known) => Ok(Some(ranks.clone())),
-        found => Err(CudaError::NotConnected {
-            device: gpu.device().ordinal(),
-            needed,
-            connected: found.map_or(1, Ranks::size),
-        }),
-    }
-}
-
-/// How the libraries compute the calls of a step.
-fn choices(code: &StepCode, gpu: &Gpu) -> Result<Vec<Chosen>, CudaError> {
-    let choice = |call: &StepCall| {
-        Ok(match &call.kind {
-            CallKind::Product {
-                product, workspace, ..
-            } => Chosen::Product(gpu.choice(product, workspace.1)?),
-            CallKind::Convolution {
-                convolution,
-                workspace,
-                ..
-            } => match gpu.plan(convolution, workspace.1)? {
-                Some(plan) => Chosen::Convolution(plan),
-                None => unreachable!("the library took the convolution when the step was decided"),
-            },
-            _ => Chosen::Nothing,
-        })
-    };
-    code.calls.iter().map(choice).collect()
-}
-
-/// Names the kernels that the library refused after the functions that compute them instead.
-pub(crate) fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
-    for call in code
-        .calls
-        .iter()
-        .rev()
-        .filter(|call| refused.contains(&call.kernel))
-    {
-        let name = match &call.kind {
-            CallKind::Launch { function, .. } => code.functions[*function].name.clone(),
-            CallKind::Product { product, .. } => format!("product {product}"),
-            _ => continue,
-        };
-        if let Some(kernel) = contract.kernels.get_mut(call.kernel as usize) {
-            kernel.name = name;
-        }
-    }
-}
-
-/// Compiles and loads the kernels of a step, and those of its guards.
-fn load(code: &StepCode, contract: &Contract, gpu: &Gpu) -> Result<(Vec<Kernel>, Vec<Kernel>), CudaError> {
-    let (mut sources, programs) = code.sources();
-    let guards = guards::source(code);
-    sources.extend(guards.clone());
-    let cubins: Vec<Cubin> = gpu.compiler().compile(&sources)?;
-    let modules = sources.iter().zip(&cubins);
-    let modules: Vec<Module> = modules
-        .map(|(source, cubin)| Module::load(gpu.device(), &source.name, &cubin.image))
-        .collect::<Result<_, _>>()?;
-    let kernels = code.functions.iter().zip(programs);
-    let kernels = kernels.map(|(function, program)| modules[program].kernel(&function.name));
-    let kernels = kernels.collect::<Result<_, _>>()?;
-    let guards = match guards {
-        Some(_) => (0..contract.checks.len() as u32)
-            .map(|number| modules[modules.len() - 1].kernel(&guards::name(number)))
-            .collect::<Result<_, _>>()?,
-        None => Vec::new(),
-    };
-    Ok((kernels, guards))
 }

@@ -7,7 +7,8 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use super::executable::{CudaExecutable, StepError};
+use super::error::StepError;
+use super::executable::CudaExecutable;
 use super::gpu::Gpu;
 use super::replayed::{Arrangement, Given, Replayed};
 use crate::error::CudaError;

@@ -31,8 +31,8 @@ use crate::code::{CallKind, Function, FunctionText, KERNELS_OF_A_PROGRAM, Pointe
 use crate::debug;
 use crate::error::CudaError;
 use crate::execute::StepError;
-use crate::execute::executable::{compiled, name_own_kernels};
 use crate::execute::guards;
+use crate::execute::prepare::{compiled, name_own_kernels};
 use crate::kernels::PRELUDE;
 use crate::target::CudaTarget;
 #[cfg(feature = "testing")]
@@ -312,7 +312,7 @@ impl<B: Backend> Maker for CudaMaker<B> {
         let start = Instant::now();
         let store = self.backend.store();
         let Some((code, contract)) =
-            crate::execute::executable::stored(graph, &self.options, &self.target, store)
+            crate::execute::prepare::stored(graph, &self.options, &self.target, store)
         else {
             return Ok(None);
         };
