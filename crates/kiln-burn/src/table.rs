@@ -330,7 +330,7 @@ pub fn remove(id: TensorId) -> Option<Slot> {
         let Held::Known(slot) = held else {
             unreachable!("looked at under the same lock");
         };
-        lingering::linger(id, &slot, users);
+        lingering::linger(id, &slot, &users);
         return Some(slot);
     }
 }

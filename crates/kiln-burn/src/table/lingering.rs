@@ -13,8 +13,11 @@
 //!
 //! If both count before either takes the count down, one thread sends `Drop(x)` and then its own operation
 //! on x. So a tensor that several threads have used *lingers*: whoever asks finds it until each of them has
-//! handed over one more operation or has ended. A thread that does nothing for [`GRACE`] had no operation on
-//! its way, or is one that the system has forgotten. Tensors of one thread, nearly all, never linger.
+//! handed over one more operation or has ended. A thread that does nothing for [`GRACE`] had no operation on its
+//! way, or is one that the system has forgotten. Other threads may be about to use it for the first time; they
+//! are waited for as well, but only for [`SHORT_GRACE`], because threads that make batches wait for long, and
+//! the batches before would pile up. Tensors of one thread, nearly all, never linger; so one that another thread
+//! was given may still vanish if the first drops it just while the other hands over its very first use of it.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,6 +33,9 @@ use super::Slot;
 /// How long a tensor lingers for a thread that hands nothing over. Tests must not depend on how fast they run.
 const GRACE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
 
+/// The same for a thread that has not used the tensor.
+const SHORT_GRACE: Duration = Duration::from_millis(if cfg!(test) { 1_800_000 } else { 10 });
+
 /// A thread that uses tensors.
 #[derive(Debug, Default)]
 pub struct User {
@@ -39,8 +45,17 @@ pub struct User {
 }
 
 /// The user that a thread is, for as long as it lives.
-#[derive(Default)]
 struct Living(Arc<User>);
+
+impl Living {
+    fn new() -> Self {
+        let user = Arc::default();
+        let mut all = users();
+        all.retain(|other| !other.has_ended());
+        all.push(Arc::clone(&user));
+        Self(user)
+    }
+}
 
 impl Drop for Living {
     fn drop(&mut self) {
@@ -49,9 +64,16 @@ impl Drop for Living {
 }
 
 thread_local! {
-    static THIS: Living = Living::default();
+    static THIS: Living = Living::new();
     /// The user on whose behalf this thread enters tensors at the moment.
     static ACTING_FOR: RefCell<Option<Arc<User>>> = const { RefCell::new(None) };
+}
+
+/// All threads that use tensors.
+static USERS: Mutex<Vec<Arc<User>>> = Mutex::new(Vec::new());
+
+fn users() -> MutexGuard<'static, Vec<Arc<User>>> {
+    USERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// What a thread is whose thread-local values are gone.
@@ -119,14 +141,30 @@ impl User {
 struct Lingering {
     slot: Slot,
     since: Instant,
-    /// The threads it lingers for, and how many operations each had handed over.
-    users: SmallVec<[(Arc<User>, u64); 2]>,
+    awaited: SmallVec<[Awaited; 2]>,
+}
+
+/// A thread that a tensor lingers for.
+struct Awaited {
+    user: Arc<User>,
+    /// How many operations it had handed over.
+    operations: u64,
+    /// How long it is waited for.
+    grace: Duration,
 }
 
 impl Lingering {
     fn is_over(&self, now: Instant) -> bool {
-        let waits = |(user, then): &(Arc<User>, u64)| !user.has_ended() && user.operations() == *then;
-        now.saturating_duration_since(self.since) >= GRACE || !self.users.iter().any(waits)
+        let age = now.saturating_duration_since(self.since);
+        let waits = |awaited: &Awaited| {
+            let Awaited {
+                user,
+                operations,
+                grace,
+            } = awaited;
+            age < *grace && !user.has_ended() && user.operations() == *operations
+        };
+        !self.awaited.iter().any(waits)
     }
 }
 
@@ -140,19 +178,22 @@ fn lingering() -> MutexGuard<'static, FxHashMap<TensorId, Lingering>> {
 
 /// Lets a tensor linger that is about to leave the table, if several threads have used it. The table is
 /// locked.
-pub(super) fn linger(id: TensorId, slot: &Slot, users: Users) {
-    if !users.are_several() {
+pub(super) fn linger(id: TensorId, slot: &Slot, used_by: &Users) {
+    if !used_by.are_several() {
         return;
     }
-    let with_operations = |user: Arc<User>| {
-        let operations = user.operations();
-        (user, operations)
+    let has_used = |user: &Arc<User>| used_by.0.iter().any(|other| Arc::ptr_eq(other, user));
+    let awaited = |user: &Arc<User>| Awaited {
+        user: user.clone(),
+        operations: user.operations(),
+        grace: if has_used(user) { GRACE } else { SHORT_GRACE },
     };
-    let users = users.0.into_iter().map(with_operations).collect();
+    let awaited = users().iter().map(awaited).collect();
     let slot = slot.clone();
     let since = Instant::now();
     let mut lingering = lingering();
-    lingering.insert(id, Lingering { slot, since, users });
+    let entry = Lingering { slot, since, awaited };
+    lingering.insert(id, entry);
     COUNT.store(lingering.len(), Ordering::Release);
 }
 
@@ -283,14 +324,32 @@ mod tests {
             assert!(discard(id));
             sweep();
             assert!(is_there(id));
-            assert!(lingering()[&id].is_over(Instant::now() + GRACE));
+            let lingering = lingering();
+            let now = Instant::now();
+            assert!(!lingering[&id].is_over(now + SHORT_GRACE));
+            assert!(lingering[&id].is_over(now + GRACE));
         };
         with_user(id, here);
+    }
+
+    /// A third thread may be about to use it for the first time, and is not waited for as long.
+    #[test]
+    fn a_tensor_lingers_for_threads_that_have_not_used_it() {
+        let (id, another) = (entered(), entered());
+        with_user(another, || {
+            with_user(id, || assert!(discard(id)));
+            note_operation();
+            assert!(is_there(id));
+            assert!(lingering()[&id].is_over(Instant::now() + SHORT_GRACE));
+        });
+        sweep();
+        assert!(!is_there(id), "all others have ended");
     }
 
     #[test]
     fn what_a_thread_enters_for_another_is_used_by_both() {
         let other = Arc::new(User::default());
+        users().push(other.clone());
         let id = acting_for(&other, entered);
         assert!(is_there(id) && discard(id));
         note_operation();

@@ -3,7 +3,7 @@
 use std::sync::mpsc::channel;
 use std::thread;
 
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, Module, ModuleMapper, Param};
 use burn::tensor::Tensor;
 use kiln::Kiln;
 
@@ -21,6 +21,9 @@ programs! {
     a_tensor_from_inside_the_closure_read_elsewhere => Any,
     results_of_a_region_read_by_another_thread => Any,
     another_thread_computes_all_the_while => Replayed,
+    threads_drop_what_they_share => Any,
+    a_model_made_by_another_thread => Replayed,
+    two_threads_average_weights => Replayed,
 }
 
 type Inner = Tensor<Kiln, 2>;
@@ -161,4 +164,63 @@ fn another_thread_computes_all_the_while(p: &Program) {
         step.step(LR, p.x(call));
     }
     p.look("the other thread's result", &other.join().unwrap());
+}
+
+fn threads_drop_what_they_share(p: &Program) {
+    // Each thread lets go of a tensor as soon as it has used it, and so does the training.
+    let shared: Vec<Inner> = (0..40).map(|number| p.x(number).inner()).collect();
+    let other = |number: usize| {
+        let shared = shared.clone();
+        thread::spawn(move || {
+            let made = shared.into_iter().map(|x| x.clone() * number as f32 + x.tanh());
+            made.map(values).collect::<Vec<_>>()
+        })
+    };
+    let others = [1, 2, 3].map(other);
+    let mut step = p.train(p.mlp(), momentum(), |model, x: T2| energy(model.forward(x)));
+    for x in shared {
+        step.step(LR, T2::from_inner(x));
+    }
+    for other in others {
+        p.look("made by another thread", &other.join().unwrap());
+    }
+}
+
+fn a_model_made_by_another_thread(p: &Program) {
+    // Parameters that one thread made and another updates.
+    let record = p.mlp();
+    let model = thread::spawn(move || record.map(&mut Doubled)).join().unwrap();
+    let mut step = p.train(model, adamw(), |model, x: T2| energy(model.forward(x)));
+    for call in 0..CALLS {
+        step.step(LR, p.x(call));
+    }
+}
+
+/// Twice the parameters.
+struct Doubled;
+
+impl ModuleMapper<B> for Doubled {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = Tensor::from_inner(tensor.inner() * 2.0).require_grad();
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+fn two_threads_average_weights(p: &Program) {
+    // Another thread keeps an average of the weights, of which it is sent a copy after each call.
+    let (send, receive) = channel::<Inner>();
+    let average = thread::spawn(move || {
+        let average = receive
+            .iter()
+            .reduce(|average, weight| average * 0.7 + weight * 0.3);
+        values(average.unwrap())
+    });
+    let mut step = p.train(p.mlp(), adamw(), |model, x: T2| energy(model.forward(x)));
+    for call in 0..CALLS {
+        step.step(LR, p.x(call));
+        send.send(step.model().second.weight.val().inner()).unwrap();
+    }
+    drop(send);
+    p.look("the average", &average.join().unwrap());
 }
