@@ -19,6 +19,7 @@
 
 use std::fmt;
 
+use num_integer::gcd;
 use smallvec::SmallVec;
 
 /// A loop variable of a nest, by number.
@@ -479,10 +480,6 @@ impl Atom {
 /// The bit of a variable in a set.
 pub fn bit(var: Var) -> u64 {
     1 << var
-}
-
-fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 /// Position in a row-major buffer of extents `shape`.

@@ -4,6 +4,7 @@ use std::ops::RangeInclusive;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kiln_graph::{Dimension, Graph, Line, Resizer};
+use num_integer::gcd;
 
 use crate::family::Maker;
 use crate::state::State;
@@ -193,7 +194,7 @@ impl Recorded {
             all = Self {
                 least: all.least.min(size),
                 most: all.most.max(size),
-                factor: factor(all.factor, size),
+                factor: gcd(all.factor, size),
             };
         }
         if all.factor < COMMON {
@@ -220,21 +221,13 @@ impl Recorded {
 
     /// How many sizes a size stands for that comes so far behind the sampled one before it.
     fn stands_for(self, size: i64, gap: u64) -> usize {
-        let shared = factor(size, self.factor);
+        let shared = gcd(size, self.factor);
         let expected = match shared {
             COMMON.. => shared * shared * LIKELIER / self.factor,
             _ => 0,
         };
         (gap as usize).max(expected as usize)
     }
-}
-
-/// The largest common factor of two numbers.
-fn factor(mut one: i64, mut two: i64) -> i64 {
-    while two != 0 {
-        (one, two) = (two, one % two);
-    }
-    one
 }
 
 /// Ascending sizes, each with the number of sizes that it stands for, as a multiple of [`WHOLE`]: those

@@ -16,6 +16,8 @@
 //!
 //! A position that neither step turns into digits is none of this module's: the verifier refuses its plan.
 
+use num_integer::gcd;
+
 use crate::index::{Atom, Index, Var, bit};
 
 /// Most points at which the terms of a position are evaluated. Verification takes 50 ms at most for a store.
@@ -255,10 +257,6 @@ fn variables(index: &Index, found: &mut Vec<(Var, i64)>) {
             Atom::Data { .. } => {}
         }
     }
-}
-
-fn gcd(a: i64, b: i64) -> i64 {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
 
 #[cfg(test)]

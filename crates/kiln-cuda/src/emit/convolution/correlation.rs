@@ -1,5 +1,7 @@
 //! Convolutions and the gradients of their inputs by tiles.
 
+use num_integer::gcd;
+
 use super::tile::{BLOCKS, Tile};
 use super::{ALIGNMENT, Convolution, THREADS, Weight, join};
 use crate::emit::image::{Image, PLACE, Template};
@@ -251,8 +253,4 @@ pub fn constants_of_the_slide(template: &mut Template, task: &Correlation<'_>, d
         .spatial("STEP", division.step)
         .spatial("EVERY", [0, 1, 2].map(every))
         .spatial("TILED", division.tiled);
-}
-
-fn gcd(a: usize, b: usize) -> usize {
-    if b == 0 { a } else { gcd(b, a % b) }
 }
