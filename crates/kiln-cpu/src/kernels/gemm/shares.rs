@@ -1,8 +1,6 @@
 //! How a matrix product is divided: rows and columns among panels, panels among threads.
 
 use super::pack::Pairs;
-#[cfg(doc)]
-use super::plan::ProductPlan;
 use super::plan::{Depth, Parallel, Stream};
 use super::{Axis, GemmSpec};
 use crate::kernels::round_up;
@@ -15,9 +13,9 @@ use crate::policy::{
 pub(super) struct Shares {
     pub stream: Stream,
     pub rows: RowPanels,
-    /// See [`ProductPlan::group`].
+    /// See [`super::plan::ProductPlan::group`].
     pub group: usize,
-    /// See [`ProductPlan::part`].
+    /// See [`super::plan::ProductPlan::part`].
     pub part: Option<usize>,
 }
 
