@@ -124,7 +124,7 @@ impl CudaExecutable {
     /// Compiles `graph` for the device, which `target` describes ([`Gpu::target`]), or finds it in the cache.
     ///
     /// # Errors
-    /// Those of [`compile()`], of NVRTC, of cuBLASLt and of loading.
+    /// Those of [`kiln_compiler::compile()`], of NVRTC, of cuBLASLt and of loading.
     pub fn new(
         graph: &Graph,
         options: &Options,
