@@ -11,13 +11,14 @@
 //!   add(x, y) arrives, and there is no x
 //! ```
 //!
-//! If both count before either takes the count down, one thread sends `Drop(x)` and then its own operation
-//! on x. So a tensor that several threads have used *lingers*: whoever asks finds it until each of them has
-//! handed over one more operation or has ended. A thread that does nothing for [`GRACE`] had no operation on its
-//! way, or is one that the system has forgotten. Other threads may be about to use it for the first time; they
-//! are waited for as well, but only for [`SHORT_GRACE`], because threads that make batches wait for long, and
-//! the batches before would pile up. Tensors of one thread, nearly all, never linger; so one that another thread
-//! was given may still vanish if the first drops it just while the other hands over its very first use of it.
+//! If both count before either takes the count down, one thread sends `Drop(x)` and then its own operation on
+//! x. So a tensor that several threads have used *lingers*: whoever asks finds it until each of them has
+//! handed over one more operation or has ended. A thread that does nothing for [`GRACE`] had no operation on
+//! its way, or is one that the system has forgotten. Other threads may be about to use it for the first time;
+//! they are waited for as well, but only for [`SHORT_GRACE`], because threads that make batches wait for
+//! long, and the batches before would pile up. Tensors of one thread, nearly all, never linger; so one that
+//! another thread was given may still vanish if the first drops it just while the other hands over its very
+//! first use of it.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -30,7 +31,8 @@ use smallvec::SmallVec;
 
 use super::Slot;
 
-/// How long a tensor lingers for a thread that hands nothing over. Tests must not depend on how fast they run.
+/// How long a tensor lingers for a thread that hands nothing over. Tests must not depend on how fast they
+/// run.
 const GRACE: Duration = Duration::from_secs(if cfg!(test) { 3600 } else { 1 });
 
 /// The same for a thread that has not used the tensor.

@@ -11,9 +11,9 @@
 //! processors, which share cores with each other and with other machines, the slowest thread took 1.3 times
 //! the even share of a product. So does the caller when it has waited for others for some microseconds: where
 //! more threads run than there are cores, a worker may come milliseconds later, and a step has hundreds of
-//! loops. A worker that has not come at all when everything is begun is not waited for. Which chunks there are
-//! follows from the loop alone, and a loop body never combines values across grains, so results are the same for
-//! any number of threads.
+//! loops. A worker that has not come at all when everything is begun is not waited for. Which chunks there
+//! are follows from the loop alone, and a loop body never combines values across grains, so results are the
+//! same for any number of threads.
 //!
 //! Measured on the 2-core reference machine (`cargo run --release -p kiln-cpu --example pool_latency`): an
 //! empty loop over two threads takes 0.2 µs here, against 12 µs for rayon's `broadcast` and 16 µs for its
@@ -30,8 +30,8 @@ use std::time::{Duration, Instant};
 
 use crate::runtime::abi::Task;
 
-/// Rounds of pure spinning before a waiting thread begins to yield, and before a thread that waits for the end of
-/// a loop looks for what others have not begun; some 20 µs.
+/// Rounds of pure spinning before a waiting thread begins to yield, and before a thread that waits for the
+/// end of a loop looks for what others have not begun; some 20 µs.
 const SPIN_ROUNDS: u32 = 2_000;
 
 /// How long a worker goes on yielding during a step before it sleeps.
@@ -614,8 +614,8 @@ mod tests {
         }
     }
 
-    /// A worker that never gets a core holds up nothing, not even loops that are too short to look for its chunks
-    /// at once.
+    /// A worker that never gets a core holds up nothing, not even loops that are too short to look for its
+    /// chunks at once.
     #[test]
     fn a_worker_that_does_not_come_is_not_waited_for() {
         let pool = ThreadPool {

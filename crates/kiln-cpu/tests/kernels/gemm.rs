@@ -421,8 +421,8 @@ fn products_that_threads_share_in_blocks_match_f64() {
     check_shared(&cases, 41, 16);
 }
 
-/// Deep products of tiles whose panels meet in chunks of the depth: in the result itself, in partial sums of a
-/// depth that is cut, too, with last panels of any size, along rows and along columns, and in blocks.
+/// Deep products of tiles whose panels meet in chunks of the depth: in the result itself, in partial sums of
+/// a depth that is cut, too, with last panels of any size, along rows and along columns, and in blocks.
 #[test]
 fn deep_products_in_chunks_match_f64() {
     let mut cases = vec![

@@ -1,10 +1,10 @@
-//! What a step needs before it can be called: its code, from the cache or the compiler; the machine code of its
-//! kernels; what the libraries take for its products and convolutions; the other ranks.
+//! What a step needs before it can be called: its code, from the cache or the compiler; the machine code of
+//! its kernels; what the libraries take for its products and convolutions; the other ranks.
 //!
 //! The disk cache is asked for the step of a graph before anything is compiled: the key is the graph's text
-//! without names, the phases of its nodes, the options and the device. The cache stores the step's code with its
-//! contract; machine code and the algorithms of products have caches of their own. So a second process compiles
-//! nothing and measures nothing.
+//! without names, the phases of its nodes, the options and the device. The cache stores the step's code with
+//! its contract; machine code and the algorithms of products have caches of their own. So a second process
+//! compiles nothing and measures nothing.
 
 use std::sync::Arc;
 use std::time::Duration;

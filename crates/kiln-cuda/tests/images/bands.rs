@@ -9,8 +9,9 @@ use crate::common;
 use crate::compare::{on_gpu, ways};
 use crate::convolution::{Convolution, each, square};
 
-/// Pictures whose windows overlap by whole vectors, for groups of warps: rows of several tiles, of parts of one, more
-/// channels than a group has, blocks with bands of several images, and types of operands and results.
+/// Pictures whose windows overlap by whole vectors, for groups of warps: rows of several tiles, of parts of
+/// one, more channels than a group has, blocks with bands of several images, and types of operands and
+/// results.
 pub fn pictures_in_bands() -> Vec<(&'static str, Convolution, [&'static str; 2])> {
     let usual = Convolution {
         stride: &[2, 2],

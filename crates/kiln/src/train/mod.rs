@@ -176,8 +176,8 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
     synchronised: bool,
 }
 
-/// Model and optimizer. The model is on the heap: without optimisation each function has room for every copy that
-/// it moves, and layers of a model that hold each other in place would fill the stack of a thread.
+/// Model and optimizer. The model is on the heap: without optimisation each function has room for every copy
+/// that it moves, and layers of a model that hold each other in place would fill the stack of a thread.
 type Trained<B, M, O> = (Box<M>, OptimizerAdaptor<O, M, B>);
 
 /// Makes the state that an optimizer starts from ([`zeros::start`]).

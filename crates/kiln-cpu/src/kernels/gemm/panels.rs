@@ -192,8 +192,8 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// C expressions of the addresses where a tile finds its rows of A and its columns of B. Where panels meet in
-    /// chunks these are those of the first chunk.
+    /// C expressions of the addresses where a tile finds its rows of A and its columns of B. Where panels
+    /// meet in chunks these are those of the first chunk.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
         // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
