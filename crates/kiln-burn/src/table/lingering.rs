@@ -158,14 +158,8 @@ struct Awaited {
 impl Lingering {
     fn is_over(&self, now: Instant) -> bool {
         let age = now.saturating_duration_since(self.since);
-        let waits = |awaited: &Awaited| {
-            let Awaited {
-                user,
-                operations,
-                grace,
-            } = awaited;
-            age < *grace && !user.has_ended() && user.operations() == *operations
-        };
+        let waits =
+            |it: &Awaited| age < it.grace && !it.user.has_ended() && it.user.operations() == it.operations;
         !self.awaited.iter().any(waits)
     }
 }
