@@ -76,7 +76,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             },
         )?;
         for _ in 0..CALLS {
-            trainer.step(RATE, batches.clone())?;
+            trainer.step(RATE, batches.clone())?.read()?;
         }
         Ok(trainer)
     };
@@ -86,7 +86,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         }
         let profile = kiln::profile();
         for _ in 0..MEASURED {
-            trainer.step(RATE, batches.clone())?;
+            trainer.step(RATE, batches.clone())?.read()?;
         }
         let machine = machine(&trainer.report(), &options)?;
         Ok(trainer.explain().with_times(&profile.summary(), Some(machine)))
@@ -129,7 +129,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     if let Some(path) = &arguments.memory_curve {
         let time = |options: CompileOptions| {
             let mut trainer = start(options)?;
-            memory::seconds(|| trainer.step(RATE, batches.clone()).map(drop))
+            memory::seconds(|| trainer.step(RATE, batches.clone())?.read().map(drop))
         };
         let eager = match batches.first() {
             Some(batch) => memory::kept_by_autograd(&architecture, batch.clone(), &device)?,

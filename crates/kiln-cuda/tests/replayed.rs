@@ -295,6 +295,32 @@ fn a_settled_step_is_one_copy_and_one_launch() {
     assert!(!kernels.clone().any(|call| call.contains(&old)), "{calls:#?}");
 }
 
+/// Whoever looks at the result of one call waits for that call, and not for the one that was queued behind it.
+#[test]
+fn a_result_is_read_while_the_next_call_runs() {
+    let Some(setup) = Setup::new() else { return };
+    let mut keep = Vec::new();
+    let inputs = vec![Some(setup.state.clone()), None];
+    let mut settled = setup.step.settle(inputs, &[Some(0), None]).unwrap();
+    settled_call(&setup, &mut settled, &mut keep);
+    let first = settled_call(&setup, &mut settled, &mut keep);
+    let recorded = first.iter().rfind(|call| call.starts_with("cuEventRecord"));
+    let end = recorded.expect("the end of the call is marked").clone();
+    let loss = keep.last().unwrap().clone();
+    settled_call(&setup, &mut settled, &mut keep);
+    setup.gpu.download(&loss, &mut [0; 4]).unwrap();
+    let calls = setup.fake.calls();
+    // "cuEventRecord event 29 on stream 4"
+    let words: Vec<&str> = end.split(' ').collect();
+    let (event, steps) = (words[2], words[5]);
+    assert!(calls[0].starts_with("cuStreamWaitEvent") && calls[0].ends_with(&format!("event {event}")));
+    let synchronized = format!("cuStreamSynchronize stream {steps}");
+    assert!(!calls.contains(&synchronized), "{calls:#?}");
+    // What is no result of a call is read behind everything that is queued.
+    setup.gpu.download(&setup.state, &mut [0; 4096]).unwrap();
+    assert!(setup.fake.calls().contains(&synchronized));
+}
+
 /// A step whose state is no output's to take over: each element is computed from many.
 const MIXED: &str = "graph @mixed {
   %state = parameter 0 : f32[32,32]

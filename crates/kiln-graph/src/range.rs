@@ -79,9 +79,7 @@ impl Ranges {
         for (_, node) in graph.nodes() {
             for (result, &value) in node.outputs.iter().enumerate() {
                 let dtype = graph.dtype(value);
-                let found = ranges
-                    .node(graph, node, result)
-                    .and_then(|range| range.within(dtype));
+                let found = by_operation(graph, node, result, |value| ranges.get(value));
                 ranges.0.push(found.or_else(|| Range::of(dtype)));
             }
         }
@@ -92,68 +90,140 @@ impl Ranges {
     pub fn get(&self, value: Value) -> Option<Range> {
         self.0[value.as_u32() as usize]
     }
+}
 
-    /// The union of the ranges of some values.
-    fn union(&self, values: &[Value]) -> Option<Range> {
-        let (&first, rest) = values.split_first()?;
-        rest.iter().try_fold(self.get(first)?, |all, &value| {
-            self.get(value).and_then(|range| all.union(range))
+/// Values that a [`Bounds`] goes through at most.
+const LONGEST: usize = 64;
+
+/// How the range of one value follows from the ranges of arguments, which are known only when a step is called.
+///
+/// ```text
+///   %labels = parameter 0 : i32[8]             -1 ..= 9 in this call
+///   %known = max %labels, %zero                 0 ..= 9
+/// ```
+#[derive(Clone, Debug)]
+pub struct Bounds {
+    /// The values that it depends on and itself, in program order, each with what is known of it in every call.
+    values: Vec<(Value, Option<Range>)>,
+}
+
+impl Bounds {
+    /// How the range of `value` follows; none if no argument says anything about it, or it takes many operations.
+    pub fn of(graph: &Graph, ranges: &Ranges, value: Value) -> Option<Self> {
+        let mut found = Vec::new();
+        let mut open = vec![value];
+        let mut has_argument = false;
+        while let Some(value) = open.pop() {
+            if graph.dtype(value).is_float() || found.contains(&value) {
+                continue;
+            }
+            if found.len() == LONGEST {
+                return None;
+            }
+            found.push(value);
+            let node = graph.def(value);
+            has_argument |= matches!(node.op, Op::Parameter { .. });
+            open.extend_from_slice(&node.inputs);
+        }
+        found.sort_unstable();
+        let values = found.into_iter().map(|value| (value, ranges.get(value))).collect();
+        has_argument.then_some(Self { values })
+    }
+
+    /// The arguments that it depends on.
+    pub fn arguments<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = u32> + 'a {
+        self.values.iter().filter_map(|&(value, _)| match graph.def(value).op {
+            Op::Parameter { index, .. } => Some(index),
+            _ => None,
         })
     }
 
-    /// The range of one result of `node`, by its operation alone; none if it says nothing.
-    fn node(&self, graph: &Graph, node: &NodeData, result: usize) -> Option<Range> {
-        let of = |operand: usize| self.get(node.inputs[operand]);
-        let extent = |axis: usize| graph.shape(node.inputs[0])[axis] as i128;
-        let position = |extent: i128| Some(Range::Int(0, (extent - 1).max(0)));
-        match &node.op {
-            Op::Constant { value, dtype } => constant(*value, *dtype),
-            Op::Iota { dtype, shape, axis } => {
-                let last = shape[*axis].saturating_sub(1);
-                match dtype.is_float() {
-                    true => Some(Range::Float(0.0, last as f64)),
-                    false => Some(Range::Int(0, last as i128)),
+    /// The range of the value in a call in which arguments have the ranges `given`, where they are known.
+    pub fn range(&self, graph: &Graph, given: impl Fn(u32) -> Option<Range>) -> Option<Range> {
+        let mut found: Vec<(Value, Option<Range>)> = Vec::with_capacity(self.values.len());
+        for &(value, always) in &self.values {
+            let get = |of: Value| {
+                let known = found.binary_search_by_key(&of, |&(value, _)| value);
+                known.ok().and_then(|at| found[at].1)
+            };
+            let node = graph.def(value);
+            let own = match node.op {
+                Op::Parameter { index, .. } => given(index).and_then(|range| range.within(graph.dtype(value))),
+                _ => {
+                    let result = node.outputs.iter().position(|&output| output == value);
+                    result.and_then(|result| by_operation(graph, node, result, get))
                 }
-            }
-            Op::Unary(op) => unary(*op, of(0)?),
-            Op::Binary(op) => binary(*op, of(0)?, of(1)?),
-            Op::Cast(dtype) => cast(of(0)?, *dtype),
-            Op::Select => self.union(&node.inputs[1..]),
-            Op::Reshape(_)
-            | Op::Transpose(_)
-            | Op::Broadcast { .. }
-            | Op::Slice { .. }
-            | Op::Flip(_)
-            | Op::Gather { .. }
-            | Op::IndexSelect { .. } => of(0),
-            Op::Pad { .. } | Op::Concat { .. } | Op::UpdateSlice { .. } => self.union(&node.inputs),
-            // A reduction of nothing gives an extreme of the type.
-            Op::Reduce {
-                op: ReduceOp::Max | ReduceOp::Min,
-                axes,
-            } => axes.iter().all(|&axis| extent(axis) > 0).then(|| of(0))?,
-            Op::Cumulative {
-                op: ReduceOp::Max | ReduceOp::Min,
-                ..
-            } => of(0),
-            Op::Scatter {
-                mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
-                ..
-            }
-            | Op::IndexPut {
-                mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
-                ..
-            } => of(0)?.union(of(2)?),
-            Op::ArgReduce { axis, .. } => position(extent(*axis)),
-            Op::Sort { axis, .. } | Op::TopK { axis, .. } if result == 1 => position(extent(*axis)),
-            Op::Sort { .. } | Op::TopK { .. } => of(0),
-            Op::MaxPoolWithIndices { .. } if result == 1 => {
-                let spatial = &graph.shape(node.inputs[0])[2..];
-                position(spatial.iter().product::<usize>() as i128)
-            }
-            _ => None,
+            };
+            found.push((value, own.or(always)));
         }
+        // The value itself is the last: its operands come before it.
+        found.last().and_then(|&(_, range)| range)
     }
+}
+
+/// The range of one result of `node` by its operation and those of its operands; none if that says nothing.
+fn by_operation(
+    graph: &Graph,
+    node: &NodeData,
+    result: usize,
+    get: impl Fn(Value) -> Option<Range>,
+) -> Option<Range> {
+    let of = |operand: usize| get(node.inputs[operand]);
+    let union = |values: &[Value]| {
+        let (&first, rest) = values.split_first()?;
+        rest.iter()
+            .try_fold(get(first)?, |all, &value| get(value).and_then(|range| all.union(range)))
+    };
+    let extent = |axis: usize| graph.shape(node.inputs[0])[axis] as i128;
+    let position = |extent: i128| Some(Range::Int(0, (extent - 1).max(0)));
+    let range = match &node.op {
+        Op::Constant { value, dtype } => constant(*value, *dtype),
+        Op::Iota { dtype, shape, axis } => {
+            let last = shape[*axis].saturating_sub(1);
+            match dtype.is_float() {
+                true => Some(Range::Float(0.0, last as f64)),
+                false => Some(Range::Int(0, last as i128)),
+            }
+        }
+        Op::Unary(op) => unary(*op, of(0)?),
+        Op::Binary(op) => binary(*op, of(0)?, of(1)?),
+        Op::Cast(dtype) => cast(of(0)?, *dtype),
+        Op::Select => union(&node.inputs[1..]),
+        Op::Reshape(_)
+        | Op::Transpose(_)
+        | Op::Broadcast { .. }
+        | Op::Slice { .. }
+        | Op::Flip(_)
+        | Op::Gather { .. }
+        | Op::IndexSelect { .. } => of(0),
+        Op::Pad { .. } | Op::Concat { .. } | Op::UpdateSlice { .. } => union(&node.inputs),
+        // A reduction of nothing gives an extreme of the type.
+        Op::Reduce {
+            op: ReduceOp::Max | ReduceOp::Min,
+            axes,
+        } => axes.iter().all(|&axis| extent(axis) > 0).then(|| of(0))?,
+        Op::Cumulative {
+            op: ReduceOp::Max | ReduceOp::Min,
+            ..
+        } => of(0),
+        Op::Scatter {
+            mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
+            ..
+        }
+        | Op::IndexPut {
+            mode: ScatterMode::Assign | ScatterMode::Max | ScatterMode::Min,
+            ..
+        } => of(0)?.union(of(2)?),
+        Op::ArgReduce { axis, .. } => position(extent(*axis)),
+        Op::Sort { axis, .. } | Op::TopK { axis, .. } if result == 1 => position(extent(*axis)),
+        Op::Sort { .. } | Op::TopK { .. } => of(0),
+        Op::MaxPoolWithIndices { .. } if result == 1 => {
+            let spatial = &graph.shape(node.inputs[0])[2..];
+            position(spatial.iter().product::<usize>() as i128)
+        }
+        _ => None,
+    };
+    range.and_then(|range| range.within(graph.dtype(node.outputs[result])))
 }
 
 fn constant(value: Scalar, dtype: DType) -> Option<Range> {

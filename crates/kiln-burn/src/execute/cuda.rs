@@ -8,10 +8,10 @@
 //! A step that is replayed finds the tensors that stay only once ([`Resident`]), and copies new tensors
 //! into the slots of its graph.
 //!
-//! Indices that come from the host are checked before anything is queued, so that a run need not wait for
-//! the GPU. Indices that are on the GPU already, or that the step computes, are checked by the step, and
-//! the run waits for the result.
+//! Indices that come from the host, or follow from what does, are checked before anything is queued, so that a run
+//! need not wait for the GPU ([`indices`]). Others are checked by the step, and the run waits for the result.
 
+mod indices;
 mod resident;
 
 use std::fmt::Write;
@@ -21,13 +21,12 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use burn_backend::{DType, Shape};
-use burn_flex::FlexTensor;
-use kiln_compiler::{Check, Contract, Keep, Options, log_step};
+use kiln_compiler::{Contract, Keep, Options, log_step};
 use kiln_cuda::execute::{CallTime, CudaExecutable, Gpu, Outside, StepError};
 use kiln_cuda::family::{CudaMaker, Outcome};
 use kiln_cuda::runtime::Storage as Memory;
 use kiln_cuda::{CudaError, CudaTarget};
-use kiln_graph::op::{ExternOp, Op};
+use kiln_graph::op::ExternOp;
 use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::{KernelTime, StepDescription, StepRun};
@@ -46,6 +45,7 @@ use crate::options::{CompileBackend, CompileOptions};
 use crate::ranks;
 use crate::storage::Storage;
 
+use indices::Source;
 use resident::Ready;
 pub use resident::Resident;
 
@@ -64,8 +64,8 @@ pub struct Cuda {
     outcome: Option<Outcome>,
     /// What became of the dimensions that the program marked.
     notes: Vec<String>,
-    /// For each index check, the argument that has the indices, if it is one.
-    checked: Vec<Option<usize>>,
+    /// For each index check, where the indices come from.
+    sources: Vec<Source>,
     /// Nanoseconds of the host in queuing the step, over all runs.
     code_time: AtomicU64,
 }
@@ -228,7 +228,7 @@ impl Cuda {
             outcome,
             notes,
             outputs: graph.outputs.iter().map(output).collect(),
-            checked: checked_arguments(&graph),
+            sources: indices::sources(&graph),
             options: (compiler_options(options)?, target),
             graph,
             executable,
@@ -242,12 +242,12 @@ impl Cuda {
     /// Checks the indices that are on the host. Returns whether some are left for the step to check.
     fn check_indices(&self, inputs: &[Storage]) -> Result<bool, ExecuteError> {
         let mut left = false;
-        for (check, argument) in self.executable.contract().checks.iter().zip(&self.checked) {
-            let Some(Storage::Host(tensor)) = argument.map(|index| &inputs[index]) else {
-                left = true;
-                continue;
-            };
-            check_host_indices(check, tensor)?;
+        let host = |index: usize| match &inputs[index] {
+            Storage::Host(tensor) => Some(tensor),
+            Storage::Gpu(_) => None,
+        };
+        for (check, source) in self.executable.contract().checks.iter().zip(&self.sources) {
+            left |= !source.look(&self.graph, check, host)?;
         }
         Ok(left)
     }
@@ -350,7 +350,7 @@ impl Cuda {
         }
         let mut resident = match memory.resident.take() {
             Some(resident) => resident,
-            None => Resident::find(&self.executable, memory, &self.checked)?,
+            None => Resident::find(&self.executable, memory, (&self.graph, &self.sources))?,
         };
         let outputs = self.queue_resident(&mut resident, memory, scalars);
         memory.resident = Some(resident);
@@ -364,14 +364,14 @@ impl Cuda {
         scalars: &[u64],
     ) -> Result<Vec<Option<Storage>>, ExecuteError> {
         let gpu = self.executable.gpu();
+        let host = |index: usize| match &memory.tensors[index] {
+            Some(Storage::Host(tensor)) => Some(tensor),
+            _ => None,
+        };
         let mut wait = false;
-        let checks = self.executable.contract().checks.iter();
-        for ((check, argument), looked) in checks.zip(&self.checked).zip(&resident.looked) {
-            match argument.map(|index| &memory.tensors[index]) {
-                _ if *looked => {}
-                Some(Some(Storage::Host(tensor))) => check_host_indices(check, tensor)?,
-                _ => wait = true,
-            }
+        let checks = self.executable.contract().checks.iter().zip(&self.sources);
+        for ((check, source), looked) in checks.zip(&resident.looked) {
+            wait |= !*looked && !source.look(&self.graph, check, host)?;
         }
         let fresh = resident.fresh(gpu, memory)?;
         let given: Vec<_> = fresh.iter().map(Ready::given).collect();
@@ -383,9 +383,8 @@ impl Cuda {
             .fetch_add(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
         if wait {
             // Constant indices that the step has checked stay in range.
-            let constant = |argument: &Option<usize>| argument.is_some_and(|index| memory.is_constant(index));
-            for (looked, argument) in resident.looked.iter_mut().zip(&self.checked) {
-                *looked |= constant(argument);
+            for (looked, source) in resident.looked.iter_mut().zip(&self.sources) {
+                *looked |= source.is_constant(|index| memory.is_constant(index));
             }
         }
         resident.advance(memory);
@@ -468,54 +467,6 @@ fn on_gpu(tensor: &Storage) -> Option<&GpuTensor> {
         Storage::Gpu(tensor) => Some(tensor),
         Storage::Host(_) => None,
     }
-}
-
-/// The least and the largest of some integers; none if there are none.
-fn extremes(tensor: &FlexTensor) -> Option<(i128, i128)> {
-    fn of<T: Copy + Ord + Into<i128>>(elements: &[T]) -> Option<(i128, i128)> {
-        let first = *elements.first()?;
-        let (least, most) = elements.iter().fold((first, first), |(least, most), &element| {
-            (least.min(element), most.max(element))
-        });
-        Some((least.into(), most.into()))
-    }
-    let tensor = convert::contiguous(tensor.clone());
-    match tensor.dtype() {
-        DType::I64 => of(tensor.storage::<i64>()),
-        DType::I32 => of(tensor.storage::<i32>()),
-        DType::I16 => of(tensor.storage::<i16>()),
-        DType::I8 => of(tensor.storage::<i8>()),
-        DType::U64 => of(tensor.storage::<u64>()),
-        DType::U32 => of(tensor.storage::<u32>()),
-        DType::U16 => of(tensor.storage::<u16>()),
-        DType::U8 => of(tensor.storage::<u8>()),
-        other => unreachable!("indices are integers, not {other:?}"),
-    }
-}
-
-/// An error if an index on the host is out of range.
-fn check_host_indices(check: &Check, tensor: &FlexTensor) -> Result<(), ExecuteError> {
-    let wrong = extremes(tensor).and_then(|(least, most)| check.error(least, most));
-    match wrong {
-        Some(error) => Err(ExecuteError::Index(Box::new(error))),
-        None => Ok(()),
-    }
-}
-
-/// For each index check of the compiled step, the argument whose elements are the indices; none if the step
-/// computes them.
-fn checked_arguments(graph: &Graph) -> Vec<Option<usize>> {
-    let mut seen = Vec::new();
-    for check in kiln_graph::indices::checks(graph) {
-        if !seen.contains(&check.indices) {
-            seen.push(check.indices);
-        }
-    }
-    let argument = |value: &kiln_graph::Value| match graph.def(*value).op {
-        Op::Parameter { index, .. } => Some(index as usize),
-        _ => None,
-    };
-    seen.iter().map(argument).collect()
 }
 
 impl Executable for Cuda {

@@ -238,7 +238,7 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
         )?;
         let batch = subject.batch::<TrainBackend>(&device);
         let (times, loss) = time(arguments.steps, || {
-            let loss = trainer.step(RATE, vec![batch.clone()])?;
+            let loss = trainer.step(RATE, vec![batch.clone()])?.read()?;
             Ok((loss, trainer.history().recorded))
         })?;
         (times, f64::from(loss), trainer.report())

@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
-use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
+use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, Place};
 use kiln_hub::data::Batches;
 use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
@@ -48,7 +48,7 @@ pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 pub use ranks::{divides, threads};
-use trainer::SavedState;
+use trainer::{Loss, SavedState};
 pub use trainer::{Setting, Together, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
 
@@ -200,6 +200,22 @@ fn install_interrupt() {
     }
 }
 
+/// A step that was queued and whose loss has not been looked at.
+///
+/// A GPU goes from one step to the next without a break if the next one is queued by then. So the loop looks at
+/// a loss when it has queued the step behind it.
+struct UnderWay {
+    /// Its number, from 1.
+    step: u64,
+    rate: f64,
+    /// What was trained on: tokens, images.
+    units: usize,
+    loss: Loss,
+    /// Seconds that the host has waited for other ranks.
+    exposed: Option<f64>,
+    begun: Instant,
+}
+
 /// A run that is going on.
 struct Run {
     config: Config,
@@ -215,8 +231,11 @@ struct Run {
     evaluator: Evaluator,
     log: Log,
     utilization: Utilization,
-    /// Steps done.
+    /// Steps done, or queued.
     step: u64,
+    under_way: Option<UnderWay>,
+    /// When the last loss was there.
+    read_at: Instant,
     profile: Option<StepProfile>,
     last_checkpoint: Option<PathBuf>,
 }
@@ -325,6 +344,8 @@ impl Run {
             log,
             utilization,
             step,
+            under_way: None,
+            read_at: Instant::now(),
             profile: None,
             last_checkpoint,
         })
@@ -359,6 +380,7 @@ impl Run {
         let mut warned = false;
         while self.step < steps {
             if self.ranks.any(STOP.load(Ordering::SeqCst))? {
+                self.look(&mut progress)?;
                 return self.leave(&progress);
             }
             self.train_step(&mut progress)?;
@@ -377,6 +399,7 @@ impl Run {
             let done = self.step;
             let every = |count: u64| count > 0 && done.is_multiple_of(count) && done < steps;
             if every(self.config.train.evaluate_every) {
+                self.look(&mut progress)?;
                 self.evaluate(&progress)?;
             }
             let minutes = self.config.train.checkpoint_minutes;
@@ -386,11 +409,13 @@ impl Run {
                 due = self.ranks.any(due)?;
             }
             if every(self.config.train.checkpoint_every) || (due && self.step < steps) {
+                self.look(&mut progress)?;
                 self.save()?;
                 self.draw()?;
                 saved_at = Instant::now();
             }
         }
+        self.look(&mut progress)?;
         progress.finish();
         self.finish_profile()?;
         self.save()?;
@@ -402,7 +427,7 @@ impl Run {
 
     fn train_step(&mut self, progress: &mut Progress) -> Result<(), CliError> {
         let (step, steps) = (self.step, self.config.train.steps);
-        let start = Instant::now();
+        let begun = Instant::now();
         let mut units = 0;
         let mut inputs = Vec::with_capacity(self.config.train.accumulate);
         let loading = kiln_profile::span(Category::Data, "wait for data");
@@ -417,28 +442,76 @@ impl Run {
         drop(loading);
         let rate = self.config.schedule.rate(step, steps);
         let before = self.ranks.world().waited();
+        let recorded = self.trainer.history().recorded;
         let loss = self.trainer.step(rate, inputs)?;
         let waited = (self.ranks.world().waited() - before).as_secs_f64();
-        let exposed = self.ranks.are_several().then_some(waited);
-        // A step whose gradients overflow is skipped, until there is no scale that could shrink.
+        self.step += 1;
+        let before = self.under_way.replace(UnderWay {
+            step: self.step,
+            rate,
+            units,
+            loss,
+            exposed: self.ranks.are_several().then_some(waited),
+            begun,
+        });
+        if let Some(before) = before {
+            self.look_at(before, progress)?;
+        }
+        // A step that was recorded and one that may be skipped for its loss scale, which says how things stand
+        // now, are looked at by themselves, and so are those of a profile.
+        let alone = self.trainer.history().recorded > recorded || self.is_scaled() || self.profile.is_some();
+        if alone || matches!(self.device.place(), Place::Host) {
+            self.look(progress)?;
+        }
+        Ok(())
+    }
+
+    /// Whether steps scale their loss.
+    fn is_scaled(&self) -> bool {
+        let train = &self.config.train;
+        [&train.autocast, &train.weights].iter().any(|kind| kind.starts_with("f16"))
+    }
+
+    /// Looks at the loss of the step that is under way, if there is one.
+    fn look(&mut self, progress: &mut Progress) -> Result<(), CliError> {
+        match self.under_way.take() {
+            Some(step) => self.look_at(step, progress),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits for the loss of `done`, and logs the step.
+    fn look_at(&mut self, done: UnderWay, progress: &mut Progress) -> Result<(), CliError> {
+        let UnderWay {
+            step,
+            rate,
+            units,
+            loss,
+            exposed,
+            begun,
+        } = done;
+        let loss = loss.read()?;
+        // A step that skips a gradient that is not finite goes on, until there is no scale that could shrink.
         let skipped = || self.trainer.loss_scale().is_some_and(|now| now.scale > 1.0);
         if !loss.is_finite() && !skipped() {
             progress.finish();
             return Err(CliError::NotFinite {
-                step: step + 1,
+                step,
                 loss,
                 checkpoint: self.last_checkpoint.clone(),
             });
         }
-        self.step += 1;
-        let seconds = start.elapsed().as_secs_f64();
-        let (step, per_second) = (self.step, units as f64 / seconds);
+        // Steps that overlap share the time.
+        let begun = begun.max(self.read_at);
+        self.read_at = Instant::now();
+        let seconds = self.read_at.duration_since(begun).as_secs_f64();
+        let per_second = units as f64 / seconds;
         let memory_mb = match kiln::explain::device_memory_peak(self.device)? {
             Some(bytes) => Some(bytes >> 20),
             None => peak_memory_mb(),
         };
         self.utilization.look(&*self.trainer)?;
-        let logged = self.step == 1 || self.step.is_multiple_of(self.config.train.log_every);
+        let logged = step == 1 || step.is_multiple_of(self.config.train.log_every);
         let scale = logged.then(|| self.trainer.loss_scale()).flatten();
         self.log.add(Entry::Step {
             loss_scale: scale.map(|now| now.scale),

@@ -28,12 +28,13 @@ pub type TrainBackend = Autodiff<Kiln>;
 
 /// A model in training.
 pub trait Trainer {
-    /// One optimizer step with rate `rate` on the mean loss of `batches`; returns that loss.
+    /// One optimizer step with rate `rate` on the mean loss of `batches`; returns that loss, which a GPU may
+    /// still be computing.
     ///
     /// # Errors
     ///
     /// [`CliError::Train`] if the step cannot be compiled or run.
-    fn step(&mut self, rate: f64, batches: Vec<Batch<TrainBackend>>) -> Result<f32, CliError>;
+    fn step(&mut self, rate: f64, batches: Vec<Batch<TrainBackend>>) -> Result<Loss, CliError>;
 
     /// The model as it is now.
     ///
@@ -87,7 +88,25 @@ pub trait Trainer {
     fn history(&self) -> &History;
 }
 
-type Loss = fn(&Model<TrainBackend>, Vec<Batch<TrainBackend>>) -> Tensor<TrainBackend, 1>;
+/// The loss of a step.
+pub struct Loss(Tensor<TrainBackend, 1>);
+
+impl Loss {
+    /// Its value. Waits for the step that computes it, and for none behind it.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Usage`] if the step failed.
+    pub fn read(self) -> Result<f32, CliError> {
+        let data = self
+            .0
+            .try_into_data()
+            .map_err(|error| CliError::Usage(format!("the loss cannot be read: {error}")))?;
+        Ok(data.iter::<f32>().next().unwrap_or(f32::NAN))
+    }
+}
+
+type MeanLoss = fn(&Model<TrainBackend>, Vec<Batch<TrainBackend>>) -> Tensor<TrainBackend, 1>;
 type Input = Vec<Batch<TrainBackend>>;
 type Output = Tensor<TrainBackend, 1>;
 
@@ -108,16 +127,12 @@ fn mean_loss(model: &Model<TrainBackend>, batches: Input) -> Output {
 }
 
 struct Compiled<O: SimpleOptimizer<Kiln>> {
-    step: TrainStep<TrainBackend, Model<TrainBackend>, O, Loss, Input, Output>,
+    step: TrainStep<TrainBackend, Model<TrainBackend>, O, MeanLoss, Input, Output>,
 }
 
 impl<O: SimpleOptimizer<Kiln>> Trainer for Compiled<O> {
-    fn step(&mut self, rate: f64, batches: Input) -> Result<f32, CliError> {
-        let loss = self.step.step(rate, batches)?;
-        let data = loss
-            .try_into_data()
-            .map_err(|error| CliError::Usage(format!("the loss cannot be read: {error}")))?;
-        Ok(data.iter::<f32>().next().unwrap_or(f32::NAN))
+    fn step(&mut self, rate: f64, batches: Input) -> Result<Loss, CliError> {
+        Ok(Loss(self.step.step(rate, batches)?))
     }
 
     fn model(&self) -> Result<&Model<TrainBackend>, CliError> {
@@ -266,7 +281,7 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
         }
         adaptor = adaptor.load_record(record);
     }
-    let mut step = TrainStep::new(model, adaptor, mean_loss as Loss).with_options(setting.options);
+    let mut step = TrainStep::new(model, adaptor, mean_loss as MeanLoss).with_options(setting.options);
     if let Some(weights) = setting.weights {
         step = step.with_weights(weights);
     }

@@ -23,7 +23,10 @@ use crate::target::CudaTarget;
 pub struct Gpu {
     device: Device,
     stream: Stream,
+    /// Copies to the device.
     copies: Stream,
+    /// Copies to the host of what no step will touch any more.
+    reads: Stream,
     compiler: Compiler,
     /// cuBLASLt, opened by the first step that multiplies matrices.
     multiplier: OnceLock<Multiplier>,
@@ -95,6 +98,7 @@ impl Gpu {
         Ok(Self {
             stream: device.stream()?,
             copies: device.stream()?,
+            reads: device.stream()?,
             compiler: Compiler::new(nvrtc, capability, code_store(cache))?,
             device: device.clone(),
             multiplier: OnceLock::new(),
@@ -209,7 +213,9 @@ impl Gpu {
         Ok(Arc::new(storage))
     }
 
-    /// Copies what is in the device's memory to the host, after everything that steps do with it.
+    /// Copies what is in the device's memory to the host, after everything that steps do with it. Where the end of
+    /// that is marked, as it is for the small results of a replayed step, nothing that was queued later is waited
+    /// for: a program may look at a loss while the next step runs.
     ///
     /// # Errors
     /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`]; [`CudaError::Ranks`] if a collective was
@@ -217,9 +223,18 @@ impl Gpu {
     pub fn download(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
         // Nothing that came of collectives that were given up is worth waiting for.
         self.ranks().map_or(Ok(()), Ranks::check)?;
-        let read = self.stream.read(storage, 0, bytes);
+        let read = match storage.has_end() {
+            true => self.read_beside(storage, bytes),
+            false => self.stream.read(storage, 0, bytes),
+        };
         self.ranks().map_or(Ok(()), Ranks::check)?;
         read
+    }
+
+    /// Copies on a stream that steps do not wait for. The next use is on the steps' stream again.
+    fn read_beside(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
+        self.reads.read(storage, 0, bytes)?;
+        storage.take_to(&self.stream)
     }
 
     /// A copy in the device's memory.

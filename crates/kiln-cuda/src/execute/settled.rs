@@ -230,7 +230,9 @@ impl CudaExecutable {
                 self.look_at_checks(&graph.memory(settled.turn))?;
             }
             settled.turn = (settled.turn + 1) % graph.variants();
-            Ok(())
+            // What is queued later touches no result: a caller can read one while the next call runs.
+            let mut small = results.iter().filter(|result| result.bytes() <= SMALL_RESULT);
+            Ok(small.try_for_each(|result| result.end_use())?)
         })?;
         Ok(results)
     }

@@ -120,6 +120,11 @@ impl Storage {
         Ok(())
     }
 
+    /// Whether the end of the last use was marked.
+    pub(crate) fn has_end(&self) -> bool {
+        self.last().end.is_some()
+    }
+
     /// The address of `range`, which must lie inside.
     pub(crate) fn part(&self, range: &std::ops::Range<usize>, action: &'static str) -> Result<CUdeviceptr> {
         if range.start > range.end || range.end > self.bytes {

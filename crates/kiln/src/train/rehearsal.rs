@@ -61,9 +61,12 @@ struct Class {
 
 /// A shadow of model and optimizer that takes the host's part in every step.
 pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    shadow: Option<Trained<B, M, O>>,
-    /// The shadow after the step that is under way.
-    next: Option<Trained<B, M, O>>,
+    /// The shadow's model. It has no elements, so it is the same after a step as before it, and each rehearsal
+    /// has it from the last one; none after one that did not end.
+    model: Option<Box<M>>,
+    optim: OptimizerAdaptor<O, M, B>,
+    /// The shadow's optimizer after the step that is under way.
+    next: Option<OptimizerAdaptor<O, M, B>>,
     classes: Vec<Class>,
     updates: Updates,
 }
@@ -128,9 +131,11 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         // Only the representatives' state takes part from here on.
         let mut records = optim.to_record();
         records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
-        let shadow = (model, optim.clone().load_record(records));
+        // Each step copies the map, with its empty places.
+        records.shrink_to_fit();
         Some(Self {
-            shadow: Some(shadow),
+            model: Some(model),
+            optim: optim.clone().load_record(records),
             next: None,
             classes,
             updates: Updates {
@@ -156,8 +161,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
     /// As [`Rehearsal::scalars`], of one representative of each class.
     pub(super) fn representative_scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
         let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
-        let mut next = self.shadow.clone();
-        let ((), recorded) = rehearse_update(&mut next, &representatives, lr)?;
+        let mut shadow = Some((self.model.take()?, self.optim.clone()));
+        let ((), recorded) = rehearse_update(&mut shadow, &representatives, lr)?;
+        let (model, next) = shadow?;
+        self.model = Some(model);
         if self.updates.words.is_empty() {
             let operations: usize = self.classes.iter().map(|class| class.length).sum();
             if recorded.operations.len() != operations {
@@ -165,7 +172,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             }
         }
         self.updates.words = recorded.identity.words;
-        self.next = next;
+        self.next = Some(next);
         let expected: usize = self.classes.iter().map(|class| class.scalars).sum();
         (recorded.scalars.len() == expected).then_some(recorded.scalars)
     }
@@ -183,15 +190,17 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             })
             .collect();
         let of = |&(_, class): &(ParamId, usize)| {
-            of_representatives[starts[class]..starts[class] + self.classes[class].scalars].to_vec()
+            &of_representatives[starts[class]..starts[class] + self.classes[class].scalars]
         };
-        self.updates.members.iter().flat_map(of).collect()
+        let parts: Vec<&[T]> = self.updates.members.iter().map(of).collect();
+        parts.concat()
     }
 
     /// A separate rehearsal that continues from the state of this one.
     pub(super) fn fork(&self) -> Self {
         Self {
-            shadow: self.shadow.clone(),
+            model: self.model.clone(),
+            optim: self.optim.clone(),
             next: None,
             classes: self.classes.clone(),
             updates: self.updates.clone(),
@@ -201,16 +210,13 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
     /// Moves the state on by the step whose scalars were asked for last: it ran.
     pub(super) fn commit(&mut self) {
         if let Some(next) = self.next.take() {
-            self.shadow = Some(next);
+            self.optim = next;
         }
     }
 
     /// `optim` with the host state of the shadow and its own tensors.
     pub(super) fn catch_up(&self, optim: OptimizerAdaptor<O, M, B>) -> OptimizerAdaptor<O, M, B> {
-        let Some((_, shadow)) = &self.shadow else {
-            return optim;
-        };
-        let theirs = shadow.to_record();
+        let theirs = self.optim.to_record();
         let mut records = optim.to_record();
         for &(parameter, class) in &self.updates.members {
             let template = theirs.get(&self.classes[class].representative);

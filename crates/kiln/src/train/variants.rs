@@ -19,6 +19,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{LearningRate, SimpleOptimizer};
 use kiln_burn::record::{self, Place, Watch};
 use kiln_burn::{Error, Kiln};
+use kiln_profile::Category;
 
 use super::history::Cause;
 use super::plan::{Plan, Trace};
@@ -167,6 +168,7 @@ where
         lr: LearningRate,
         trained: &mut Option<Trained<B, M, O>>,
     ) -> Option<Vec<ScalarIr>> {
+        let _span = kiln_profile::span(Category::Host, "rehearsal");
         let updates = &self.list[index].plan.as_ref()?.updates;
         let fits = |rehearsal: &Rehearsal<B, M, O>| updates.has_members_of(rehearsal.updates());
         if !self.rehearsal.as_ref().is_some_and(fits) {

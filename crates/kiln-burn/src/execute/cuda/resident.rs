@@ -7,10 +7,12 @@
 use std::sync::Arc;
 
 use burn_flex::FlexTensor;
-use kiln_compiler::Contract;
+use kiln_compiler::{Check, Contract};
 use kiln_cuda::execute::{CudaExecutable, Given, Gpu, Settled};
+use kiln_graph::Graph;
 
-use super::{check_host_indices, move_to};
+use super::indices::Source;
+use super::move_to;
 use crate::execute::memory::Memory;
 use crate::execute::{ExecuteError, convert};
 use crate::gpu_tensor::GpuTensor;
@@ -28,11 +30,11 @@ pub struct Resident {
 
 impl Resident {
     /// Finds the tensors of `memory` that stay, brings them to the GPU, and copies state that other tensors
-    /// share. `checked` has for each index check the argument with the indices, if there is one.
+    /// share. `checked` has the graph and the source of each index check.
     pub(super) fn find(
         executable: &CudaExecutable,
         memory: &mut Memory,
-        checked: &[Option<usize>],
+        checked: (&Graph, &[Source]),
     ) -> Result<Self, ExecuteError> {
         let gpu = executable.gpu();
         let count = memory.tensors.len();
@@ -131,16 +133,17 @@ impl Ready {
 fn look_at_constants(
     contract: &Contract,
     memory: &Memory,
-    checked: &[Option<usize>],
+    (graph, sources): (&Graph, &[Source]),
 ) -> Result<Vec<bool>, ExecuteError> {
-    let look = |(check, argument): (_, &Option<usize>)| match argument {
-        Some(index) if memory.is_constant(*index) => match &memory.tensors[*index] {
-            Some(Storage::Host(tensor)) => check_host_indices(check, tensor).map(|()| true),
-            _ => Ok(false),
-        },
+    let host = |index: usize| match &memory.tensors[index] {
+        Some(Storage::Host(tensor)) if memory.is_constant(index) => Some(tensor),
+        _ => None,
+    };
+    let look = |(check, source): (&Check, &Source)| match source {
+        source if source.is_constant(|index| memory.is_constant(index)) => source.look(graph, check, host),
         _ => Ok(false),
     };
-    contract.checks.iter().zip(checked).map(look).collect()
+    contract.checks.iter().zip(sources).map(look).collect()
 }
 
 fn copy(gpu: &Arc<Gpu>, tensor: &GpuTensor) -> Result<GpuTensor, ExecuteError> {

@@ -25,9 +25,14 @@ const LEAST: i64 = 8;
 /// registers of a multiprocessor's fourth block.
 const UNDER_WAY: i64 = 64;
 
-/// Blocks that fill the device: four for each of 132 multiprocessors. More would leave more partial results to the
-/// second kernel.
-const BLOCKS: i64 = 528;
+/// Multiprocessors. A wave of blocks, as many as these hold at a time, fills the device; more would leave more
+/// partial results to the second kernel.
+const PROCESSORS: i64 = 132;
+
+/// Registers for accumulators, for what is a column's alone and for what is under way, with which a thread is one of
+/// four blocks of a multiprocessor, which have 64 each. Measured on batch norm: 48 compile to 63 or 64, 60 and 64 to
+/// 80, which are three blocks.
+const OF_FOUR: i64 = 52;
 
 /// Bytes of shared memory in which the lanes of a block meet.
 const SHARED: i64 = 40 << 10;
@@ -110,6 +115,20 @@ fn together(graph: &Graph, space: &Space, most: i64) -> i64 {
         .unwrap_or(1)
 }
 
+/// How many blocks a multiprocessor has registers for.
+fn resident(graph: &Graph, space: &Space) -> i64 {
+    // Accumulators, and what is loaded for a column.
+    let of_columns = |seen: &&Seen| {
+        let vars = seen.index.vars();
+        seen.weight == 1 && vars != 0 && vars & space.loops.row_set() == 0
+    };
+    let of_columns = seen(graph, space).iter().filter(of_columns).count() as i64;
+    match space.width * of_columns + UNDER_WAY / 4 {
+        ..=OF_FOUR => 4,
+        _ => 3,
+    }
+}
+
 /// Writes the kernels.
 pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<Launch>, usize) {
     space.choose_vector(seen, false);
@@ -119,8 +138,10 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     let across = power_of_two(items).min(32);
     let lanes = THREADS / across;
     let tiles = ceil(items, across);
-    let fill = (BLOCKS / tiles).max(1).min(rows / (lanes * LEAST));
-    let chunks = fill.max(rows / (lanes * LONGEST)).clamp(1, 65535);
+    let resident = resident(graph, space);
+    let wave = (PROCESSORS * resident / tiles).max(1);
+    let most = ceil(rows / (lanes * LONGEST), wave) * wave;
+    let chunks = wave.min(rows / (lanes * LEAST)).max(most).clamp(1, 65535);
     let each = ceil(rows, chunks);
     let chunks = ceil(rows, each);
     let together = together(graph, space, ceil(each, lanes));
@@ -193,7 +214,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
             body: statements,
             threads: THREADS as u32,
             device_only: false,
-            blocks: 0,
+            blocks: resident as u32,
         },
         grid: [grid(tiles), grid(chunks), 1],
         shared_bytes: shared as u32,

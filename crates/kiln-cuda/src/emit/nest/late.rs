@@ -149,6 +149,9 @@ impl Writer<'_> {
     }
 }
 
+/// Multiprocessors of the device.
+const PROCESSORS: i64 = 132;
+
 /// What says how partial results are combined.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct Alike {
@@ -180,8 +183,11 @@ impl Alike {
         };
         // Sectors of 32 bytes are read whole, and blocks of few columns are many.
         let across = if count >= 8 { 8 } else { power_of_two(count) };
-        // Some four chunks a lane, all under way at once, and no more threads than a block has.
-        let lanes = power_of_two(ceil(chunks, 4)).clamp(1, 1024 / across);
+        // Some four chunks a lane, all under way at once, and no more threads than a block has; where every
+        // multiprocessor has a block, more in smaller ones, of which it holds several.
+        let blocks = ceil(count, across) * results as i64;
+        let (each, most) = if blocks >= PROCESSORS { (8, 512) } else { (4, 1024) };
+        let lanes = power_of_two(ceil(chunks, each)).clamp(1, most / across);
         let lanes = if across * lanes < 32 { 32 / across } else { lanes };
         let threads = across * lanes;
         let (ty, memory) = (c::memory_type(part), c::memory_type(dtype));

@@ -2,22 +2,23 @@
 //!
 //! A row of the first table has the addresses of one nest's tensors and runtime scalars, and the number of
 //! elements. A row of the second is a chunk: which row, and the first element. So a thousand small
-//! parameters, each with a learning rate of its own, keep the device as busy as one large one, and no size is
-//! part of the text.
+//! parameters, each with a learning rate of its own, keep the device as busy as one large one. No size is part of
+//! the text, but for the length of rows where tensors are parts of each row of another: the gradients that one
+//! product makes of several weights.
 
 use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::Graph;
 
 use super::space::Space;
 use super::writer::Writer;
-use super::{Argument, Call, EmitOptions, KernelCode, Launch, grid, points, prepare};
+use super::{Argument, Call, EmitOptions, KernelCode, Launch, coordinates, grid, points, prepare, tiles};
 use crate::code::FunctionText;
 
 /// Threads of a block.
 const THREADS: i64 = 256;
 
 /// Turns of a thread.
-const TURNS: i64 = 8;
+const TURNS: i64 = 4;
 
 /// Nests that share a launch: text, and a row for each of them.
 struct Task {
@@ -47,21 +48,28 @@ pub fn together(graph: &Graph, nests: &[Nest], options: &EmitOptions<'_>) -> Ker
     code
 }
 
-/// The text of a nest over one variable, or over one element; none for others, whose extents are part of
-/// their text.
+/// The text of a nest: over one variable of any extent, over one element, or over several variables whose
+/// extents, but for the first, are part of the text. None for nests that are not written point by point.
 fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     let mut space = Space::new(nest);
     if nest.split.is_some() {
         return None;
     }
     let seen = prepare(&mut space, |space| points::seen(graph, space));
-    if space.loops.cols.len() > 1 || space.wide {
+    if space.wide {
         return None;
     }
     space.choose_vector(&seen, false);
     let elements = space.loops.row_length();
-    // Every size takes as many neighbours; what is left over goes one by one.
-    if let Some(vector) = space.vector {
+    let flat = space.loops.cols.len() <= 1;
+    if !flat {
+        // A part of each row of a matrix. What is transposed has tiles of its own.
+        space.choose_width(&seen, false);
+        if tiles::generate(graph, &space, &seen).is_some() {
+            return None;
+        }
+    } else if let Some(vector) = space.vector {
+        // Every size takes as many neighbours; what is left over goes one by one.
         let extent = &mut space.loops.nest.extents[vector as usize];
         let own = std::mem::replace(extent, 1 << 20);
         space.choose_width(&seen, true);
@@ -73,11 +81,16 @@ fn task(graph: &Graph, nest: &Nest) -> Option<Task> {
     let text = points::body(&mut writer);
     let var = space.vector.unwrap_or(0);
     let chunk = THREADS * TURNS * width;
+    let number = if flat { format!("i{var}") } else { "t".to_owned() };
     let mut loops = format!(
-        "for ({ty} i{var} = first + threadIdx.x * {width}; i{var} < last; i{var} += {}) {{\n",
+        "for ({ty} {number} = first + threadIdx.x * {width}; {number} < last; {number} += {}) {{\n",
         THREADS * width
     );
-    if width > 1 {
+    if !flat {
+        let from = format!("({number} / {width})");
+        loops.push_str(&coordinates(&space, &space.loops.cols, ty, &from));
+        loops.push_str(&format!("{text}}}\n"));
+    } else if width > 1 {
         writer.width = 1;
         let single = points::body(&mut writer);
         loops.push_str(&format!(
