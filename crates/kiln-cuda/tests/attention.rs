@@ -655,6 +655,82 @@ fn groups_of_warps() {
     }
 }
 
+/// Short heads, and many, whose gradient is one kernel: blocks of four and of eight warps, whole tiles and not, every
+/// mask, dropout with and without whole blocks of draws.
+fn short_cases() -> [Case; 7] {
+    let dropout = AttentionDims {
+        dropout: true,
+        ..PLAIN
+    };
+    let cases = [
+        case([128, 1, 1, 64, 64, 64, 16], PLAIN),
+        case([64, 2, 2, 33, 37, 64, 16], dropout),
+        Case {
+            stored: Stored::Positions,
+            ..case([64, 2, 2, 20, 68, 64, 32], dropout)
+        },
+        Case {
+            fill: -60000.0,
+            ..case([64, 2, 2, 5, 70, 64, 48], ALL)
+        },
+        Case {
+            fill: -2.0,
+            stored: Stored::Positions,
+            ..case([64, 2, 2, 5, 128, 64, 32], DROPPED_SCORES)
+        },
+        Case {
+            masks: [[false; 4], [false, false, true, true]],
+            ..case([128, 1, 1, 12, 100, 64, 16], HIDDEN)
+        },
+        Case {
+            ahead: Some(0),
+            ..case([128, 1, 1, 33, 36, 64, 64], HIDDEN)
+        },
+    ];
+    let mut at = 0;
+    cases.map(|one| {
+        at += 1;
+        let tensors = if at % 2 == 0 { DType::F16 } else { DType::BF16 };
+        let types = Types {
+            tensors,
+            numbers: DType::F32,
+        };
+        Case { types, ..one }
+    })
+}
+
+#[test]
+fn gradients_at_once() {
+    let is_at_once = |one: &Case| {
+        let (graph, _) = one.step();
+        let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+        let mut texts = step.code.functions.iter().map(|function| &function.text.body);
+        texts.any(|body| body.contains("kiln_attention_tensor_gradient<"))
+    };
+    for one in short_cases() {
+        assert!(is_at_once(&one), "{one:?}");
+        one.check();
+    }
+    // Long heads, few of them, heads that share keys, other widths and f32 have two kernels.
+    let bf16 = short_cases()[0].types;
+    let others = [
+        [128, 1, 1, 64, 129, 64, 64],
+        [128, 1, 1, 513, 64, 64, 64],
+        [127, 1, 1, 64, 64, 64, 64],
+        [128, 2, 1, 64, 64, 64, 64],
+        [128, 1, 1, 64, 64, 32, 64],
+        [128, 1, 1, 64, 64, 64, 72],
+    ];
+    for extents in others {
+        let one = Case {
+            types: bf16,
+            ..case(extents, PLAIN)
+        };
+        assert!(!is_at_once(&one), "{extents:?}");
+    }
+    assert!(!is_at_once(&case([128, 1, 1, 64, 64, 64, 64], PLAIN)));
+}
+
 const TF32: fn() -> CudaTarget = || CudaTarget {
     tf32: true,
     ..CudaTarget::default()
@@ -757,7 +833,8 @@ fn on_a_gpu() {
     }
     let gpu = Gpu::get(0).unwrap();
     let large = case([1, 2, 2, 700, 700, 64, 64], CAUSAL);
-    for one in ordered_cases().into_iter().chain(group_cases()) {
+    let cases = ordered_cases().into_iter().chain(group_cases());
+    for one in cases.chain(short_cases()) {
         one.check_on_gpu(&gpu, false, one.types.tolerance());
     }
     for one in tf32_cases().into_iter().chain([large]) {

@@ -29,7 +29,7 @@ impl Case<'_> {
 
     /// Threads of a block.
     pub fn threads(&self) -> usize {
-        self.tensor.map_or(self.plan.threads, |_| TensorPlan::THREADS)
+        self.tensor.map_or(self.plan.threads, |tensor| tensor.threads())
     }
 
     /// Blocks that share the rows of queries of a head.
@@ -51,9 +51,10 @@ impl Case<'_> {
     }
 
     /// Whether attention may leave out tiles in which the mask hides every key: a score there is `fill`,
-    /// whatever the key.
+    /// whatever the key. A block that has all keys leaves out none.
     pub fn leaves_out(&self) -> bool {
-        self.operands.hidden.is_some() && !self.operands.dims.mask_last
+        let at_once = self.tensor.is_some_and(|tensor| tensor.at_once);
+        self.operands.hidden.is_some() && !self.operands.dims.mask_last && !at_once
     }
 
     /// Number of tiles of the mask that a launch before attention looks at, if attention may leave out some
@@ -190,6 +191,7 @@ impl Case<'_> {
                 ("OTHER", tensor.other()),
                 ("OWN_TILES", tensor.tiles(e.queries)),
                 ("OWN_KEY_TILES", tensor.tiles(e.keys)),
+                ("MOST_QUERIES", TensorPlan::MOST_QUERIES),
             ]
         });
         for (name, number) in numbers.into_iter().chain(tensor) {

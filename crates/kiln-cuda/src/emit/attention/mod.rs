@@ -121,6 +121,14 @@ impl Writer {
             .or_else(|| plan(extents, element).filter(fits))
     }
 
+    /// The plan for the whole gradient in one kernel, if that computes this.
+    fn at_once(&self) -> Option<TensorPlan> {
+        let plan = TensorPlan::at_once(&self.operands.extents)?;
+        let fits = plan.shared_bytes(&self.operands.extents, true) <= self.most_shared_bytes;
+        let given = self.operands.given_result().is_some();
+        (self.element == Some(Element::Half) && given && fits).then_some(plan)
+    }
+
     /// Bytes of working memory, at a multiple of 256.
     fn scratch(&mut self, bytes: usize) -> Argument {
         let at = self.code.scratch;
@@ -255,6 +263,15 @@ impl Writer {
                 ("d_value", d_value),
             ],
         };
+        if let Some(tensor) = self.at_once() {
+            let case = case(Some(tensor));
+            let mut reading = self.gradient(&case, gradient)?;
+            for (name, view) in [("d_query", d_query), ("d_key", d_key), ("d_value", d_value)] {
+                reading.pass(format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
+            }
+            let call = "kiln_attention_tensor_gradient<@_case>(o, g, d_query, d_key, d_value);\n";
+            return self.launch(&case, reading, call, e.batch * e.heads, tensor.shared_bytes(&e, true));
+        }
         let most_shared = self.most_shared_bytes;
         let of_queries = case(self.tensor(TensorPlan::d_query, plan::Kernel::DQuery));
         let of_keys = case(self.tensor(
@@ -310,9 +327,11 @@ impl Writer {
             reading.number("g", name, number);
         }
         let heads = e.batch * e.heads;
-        let delta = self.scratch(heads * e.queries * case.plan.bytes);
-        reading.pass(format!("{}* delta", case.real()), delta);
-        reading.statements.push_str("g.delta = delta;\n");
+        if !case.tensor.is_some_and(|tensor| tensor.at_once) {
+            let delta = self.scratch(heads * e.queries * case.plan.bytes);
+            reading.pass(format!("{}* delta", case.real()), delta);
+            reading.statements.push_str("g.delta = delta;\n");
+        }
         if case.leaves_out() {
             let counts = self.scratch(4 * heads * case.plan.tiles(e.queries));
             reading.pass("int* counts", counts);

@@ -110,10 +110,14 @@ pub struct TensorPlan {
     pub row_blocks: usize,
     /// Blocks of 8 columns of a tile of scores.
     pub column_blocks: usize,
+    /// Warps of a block.
+    pub warps: usize,
     /// What operands are rounded to.
     pub element: Element,
     /// Whether the four warps of a block multiply together, and not each by itself.
     pub grouped: bool,
+    /// Whether a block has all keys of a head, and the whole gradient is one kernel.
+    pub at_once: bool,
     /// Blocks that a multiprocessor has registers for at least; 0 leaves their number to the compiler.
     pub blocks: u32,
 }
@@ -166,9 +170,49 @@ const ENOUGH_BLOCKS: usize = 528;
 /// Bytes at whose multiples operands of groups of warps begin.
 const BORDER: usize = 1024;
 
+/// Most keys of a head whose gradient is computed at once: those of a block of eight warps.
+const MOST_KEYS: usize = 128;
+
+/// Least blocks with which it is: one for each multiprocessor of the reference machine.
+const LEAST_HEADS: usize = 128;
+
 impl TensorPlan {
-    /// Threads of a block: four warps.
-    pub const THREADS: usize = 128;
+    /// Most queries of a head whose gradient is computed at once: a block has numbers of all of them.
+    pub const MOST_QUERIES: usize = 512;
+
+    /// Rows and columns of a block's tile, by four warps each by itself.
+    const fn by_warps(row_blocks: usize, column_blocks: usize, element: Element) -> Self {
+        Self {
+            row_blocks,
+            column_blocks,
+            warps: 4,
+            element,
+            grouped: false,
+            at_once: false,
+            blocks: 0,
+        }
+    }
+
+    /// Threads of a block.
+    pub fn threads(&self) -> usize {
+        32 * self.warps
+    }
+
+    /// The plan for the whole gradient in one kernel, of types of 16 bits where the result is given; none for
+    /// heads of many keys or queries, for few heads, and for widths that do not suit it.
+    ///
+    /// Two kernels compute every tile of scores twice.
+    pub fn at_once(e: &Extents) -> Option<Self> {
+        let widths = e.width == 64 && e.value_width <= 64 && e.value_width.is_multiple_of(16);
+        let short = e.keys <= MOST_KEYS && e.queries <= Self::MOST_QUERIES;
+        let fits = widths && short && e.heads == e.key_heads && e.batch * e.heads >= LEAST_HEADS;
+        fits.then_some(Self {
+            warps: if e.keys <= MOST_KEYS / 2 { 4 } else { 8 },
+            at_once: true,
+            blocks: if e.keys <= MOST_KEYS / 2 { 4 } else { 2 },
+            ..Self::by_warps(1, 4, Element::Half)
+        })
+    }
 
     /// The plan for a kernel by a group of warps; none for widths that these do not take. `given` says whether
     /// the gradient reads the attention's result: elsewhere it has twice the sums.
@@ -191,11 +235,9 @@ impl TensorPlan {
             (Kernel::DKey, false) => (4, 2),
         };
         (fits && (given || kernel != Kernel::DQuery || widest <= 64)).then_some(Self {
-            row_blocks: 1,
-            column_blocks,
-            element: Element::Half,
             grouped: true,
             blocks,
+            ..Self::by_warps(1, column_blocks, Element::Half)
         })
     }
 
@@ -209,50 +251,26 @@ impl TensorPlan {
             (Element::Tf32, true) => (2, [4, 4]),
             (Element::Tf32, false) => (1, [2, 2]),
         };
-        let wide = Self {
-            row_blocks,
-            column_blocks: columns,
-            element,
-            grouped: false,
-            blocks: 0,
-        };
+        let wide = Self::by_warps(row_blocks, columns, element);
         let enough = e.batch * e.heads * wide.tiles(e.queries) >= ENOUGH_BLOCKS;
         Some(if enough {
             wide
         } else {
-            Self {
-                row_blocks: 1,
-                column_blocks: columns_of_single,
-                element,
-                grouped: false,
-                blocks: 0,
-            }
+            Self::by_warps(1, columns_of_single, element)
         })
     }
 
     /// The plan for the gradient of the queries: blocks have as many rows as the tiles of a mask, for which
     /// they say whether `fill` counts. More columns would take the registers of a third block.
     pub fn d_query(e: &Extents, element: Element) -> Option<Self> {
-        Self::widest(e).map(|widest| Self {
-            row_blocks: 1,
-            column_blocks: element.gradient_columns(widest),
-            element,
-            grouped: false,
-            blocks: 0,
-        })
+        Self::widest(e).map(|widest| Self::by_warps(1, element.gradient_columns(widest), element))
     }
 
     /// The plan for the gradients of keys and values, of blocks with up to `most_shared` bytes of shared
     /// memory.
     pub fn d_key(e: &Extents, element: Element, most_shared: u32) -> Option<Self> {
         let widest = Self::widest(e)?;
-        let wide = Self {
-            row_blocks: 2,
-            column_blocks: element.gradient_columns(widest),
-            element,
-            grouped: false,
-            blocks: 0,
-        };
+        let wide = Self::by_warps(2, element.gradient_columns(widest), element);
         let enough = e.batch * e.key_heads * wide.tiles(e.keys) >= ENOUGH_BLOCKS;
         Some(
             if enough && widest <= 64 && wide.shared_bytes(e, true) <= most_shared {
@@ -286,7 +304,7 @@ impl TensorPlan {
 
     /// Rows of a block.
     pub fn own(&self) -> usize {
-        self.row_blocks * 16 * (Self::THREADS / 32)
+        self.row_blocks * 16 * self.warps
     }
 
     /// Columns of a tile of scores.
@@ -300,14 +318,16 @@ impl TensorPlan {
     }
 
     /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two
-    /// tiles of both. Rows are 16 bytes apart, but for those that groups of warps multiply.
+    /// tiles of both; of a gradient at once also a tile of scores. Rows are 16 bytes apart, but for those that
+    /// groups of warps multiply.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
         let bytes = self.element.bytes();
         let gap = if self.grouped { 0 } else { 16 / bytes };
         let [width, value_width] = [e.width, e.value_width].map(|width| self.element.padded(width) + gap);
         let own = self.own() * (width + if own_values { value_width } else { 0 });
+        let scores = if self.at_once { self.own() * (self.other() + gap) } else { 0 };
         let border = if self.grouped { BORDER } else { 0 };
-        (bytes * (own + 2 * self.other() * (width + value_width)) + border) as u32
+        (bytes * (own + 2 * self.other() * (width + value_width) + scores) + border) as u32
     }
 }
 

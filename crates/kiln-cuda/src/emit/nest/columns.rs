@@ -140,8 +140,12 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
     let tiles = ceil(items, across);
     let resident = resident(graph, space);
     let wave = (PROCESSORS * resident / tiles).max(1);
-    let most = ceil(rows / (lanes * LONGEST), wave) * wave;
-    let chunks = wave.min(rows / (lanes * LEAST)).max(most).clamp(1, 65535);
+    let fill = wave.min(rows / (lanes * LEAST));
+    let chunks = match rows / (lanes * LONGEST) {
+        longest if longest > wave => ceil(longest, wave) * wave,
+        longest => fill.max(longest),
+    };
+    let chunks = chunks.clamp(1, 65535);
     let each = ceil(rows, chunks);
     let chunks = ceil(rows, each);
     let together = together(graph, space, ceil(each, lanes));

@@ -634,3 +634,146 @@ void kiln_attention_tensor_d_key(
         }
     }
 }
+
+// All three gradients in one pass, by blocks that have all keys of a head: each tile of scores is computed once. The gradient of the queries
+// sums over the keys of all warps, so it takes the gradients of scores from shared memory, where they lie as the warps have them, by keys.
+template <class C>
+void kiln_attention_tensor_gradient(
+    const kiln_attention_operands<C>& o, const kiln_attention_gradient<C>& g, typename C::stored* d_query,
+    typename C::stored* d_key, typename C::stored* d_value)
+{
+    typedef typename C::stored stored;
+    typedef typename kiln_fragment_of<stored>::element element;
+    constexpr int QUERIES = kiln_attention_elements<C, C::OTHER, C::WIDE>();
+    constexpr int BOTH = QUERIES + kiln_attention_elements<C, C::OTHER, C::VALUE_WIDE>();
+    // Of all queries: what kiln_attention_tensor_d_columns reads.
+    __shared__ kiln_attention_lanes<float, 2> statistics[C::MOST_QUERIES / C::OTHER][4][C::OTHER / 2];
+    element* own = (element*)kiln_attention_shared<C>();
+    element* own_values = own + kiln_attention_elements<C, C::OWN, C::WIDE>();
+    element* tiles = own_values + kiln_attention_elements<C, C::OWN, C::VALUE_WIDE>();
+    // Gradients of the scores of a tile: a row has the queries of one key.
+    constexpr int PITCH = kiln_fragment_pitch<stored>(C::OTHER), OWN_PITCH = kiln_fragment_pitch<stored>(C::WIDE);
+    element* turned = tiles + 2 * BOTH;
+    const int batch = blockIdx.x / C::heads, head = blockIdx.x % C::heads;
+    const kiln_attention_plane<C> plane(o, batch, head);
+    const auto queries = kiln_attention_head<typename C::query_view>(o.query, batch, head);
+    const auto keys = kiln_attention_head<typename C::key_view>(o.key, batch, head);
+    const auto values = kiln_attention_head<typename C::value_view>(o.value, batch, head);
+    const auto out = kiln_attention_head<typename C::out_view>(g.out, batch, head);
+    const auto d_out = kiln_attention_head<typename C::d_out_view>(g.d_out, batch, head);
+    const int lane = threadIdx.x % 32, number = threadIdx.x / 32;
+    const int warp = number * 16 * C::MT, row = warp + lane / 4;
+    auto fetch = [&](int from, int where) {
+        element* to = tiles + where * BOTH;
+        kiln_fragment_fetch<C, typename C::query_view, C::OTHER, C::WIDE>(to, queries, from, C::queries);
+        kiln_fragment_fetch<C, typename C::d_out_view, C::OTHER, C::VALUE_WIDE>(to + QUERIES, d_out, from, C::queries);
+        kiln_copies_end_group();
+    };
+    kiln_fragment_fetch<C, typename C::key_view, C::OWN, C::WIDE>(own, keys, 0, C::keys);
+    kiln_fragment_fetch<C, typename C::value_view, C::OWN, C::VALUE_WIDE>(own_values, values, 0, C::keys);
+    fetch(0, 0);
+    // Four lanes have a query. Those behind the last have no share.
+    #pragma unroll 2
+    for (int at = threadIdx.x / 4; at < (C::queries + C::OTHER - 1) / C::OTHER * C::OTHER; at += C::THREADS / 4) {
+        const bool inside = C::whole || at < C::queries;
+        const float most = inside ? g.stats[(plane.row + at) * 2] : 0, total = inside ? g.stats[(plane.row + at) * 2 + 1] : 0;
+        const float delta = kiln_attention_tensor_delta<C>(o, g, out, d_out, at);
+        if (lane % 4 != 0) continue;
+        auto& of_tile = statistics[at / C::OTHER];
+        const int place = at % C::OTHER / 2;
+        of_tile[0][place].at[at % 2] = most;
+        of_tile[1][place].at[at % 2] = total == 0 ? 0 : 1 / total;
+        of_tile[2][place].at[at % 2] = g.inner * delta;
+        of_tile[3][place].at[at % 2] = kiln_attention_shift(most, total);
+    }
+
+    // The part of a tile's gradient of the queries that this warp has: 16 rows, some columns.
+    constexpr int ROWS = C::OTHER / 16, COLUMNS = C::WIDE / (C::THREADS / 32 / ROWS);
+    const int rows = number % ROWS * 16, columns = number / ROWS * COLUMNS;
+    const float scale = kiln_attention_scales_last<C>() ? g.d_scale : 1.0f;
+    const auto to_queries = kiln_attention_head<typename C::d_query_view>(d_query, batch, head);
+    float d_keys[C::MT][C::WIDE / 8][4] = {}, d_values[C::MT][C::VALUE_WIDE / 8][4] = {};
+    int place = 0;
+    #pragma unroll 1
+    for (int at = 0; at < C::queries; at += C::OTHER) {
+        kiln_copies_wait();
+        __syncthreads();
+        if (at + C::OTHER < C::queries) fetch(at + C::OTHER, 1 - place);
+        const element* with = tiles + place * BOTH;
+        const auto of_queries = statistics[at / C::OTHER];
+        const int state = plane.template state<C::OTHER, C::OWN>(o, at, 0);
+        unsigned kept[C::MT] = {}, hidden[C::MT] = {};
+        if (state != KILN_ATTENTION_OPEN) kiln_attention_hidden_in_columns<C>(plane, at, warp, hidden);
+        float p[C::MT][C::NT][4], dp[C::MT][C::NT][4];
+        if (!C::dropout) {
+            #pragma unroll
+            for (int n = 0; n < C::NT; n++) {
+                const auto add = of_queries[2][4 * n + lane % 4];
+                #pragma unroll
+                for (int m = 0; m < C::MT; m++)
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) dp[m][n][i] = add.at[i % 2];
+            }
+        }
+        kiln_attention_dot<C, C::WIDE, true>(p, own, with);
+        kiln_attention_dot<C, C::VALUE_WIDE, C::dropout>(dp, own_values, with + QUERIES);
+        if (C::dropout)
+            for (int m = 0; m < C::MT; m++)
+                kept[m] = kiln_attention_kept_in_columns<C>(o, plane, at, warp + 16 * m);
+        kiln_u32 of_values[C::MT][C::NT][2], of_keys[C::MT][C::NT][2];
+        if (at + C::OTHER <= C::queries && kiln_attention_plain<C>(state, at, 0, C::OWN))
+            kiln_attention_tensor_d_columns<C, true>(
+                o, g, plane, of_queries, p, dp, kept, hidden, row, at, of_values, of_keys);
+        else
+            kiln_attention_tensor_d_columns<C, false>(
+                o, g, plane, of_queries, p, dp, kept, hidden, row, at, of_values, of_keys);
+        #pragma unroll
+        for (int m = 0; m < C::MT; m++)
+            #pragma unroll
+            for (int n = 0; n < C::NT; n++)
+                #pragma unroll
+                for (int h = 0; h < 2; h++)
+                    *(kiln_u32*)(turned + (row + 16 * m + 8 * h) * PITCH + 8 * n + lane % 4 * 2) = of_keys[m][n][h];
+        kiln_attention_combine<C, C::MT, C::VALUE_WIDE>(d_values, of_values, with + QUERIES);
+        kiln_attention_combine<C, C::MT, C::WIDE>(d_keys, of_keys, with);
+        __syncthreads();
+        float sums[COLUMNS / 8][4] = {};
+        const element* left_at = turned + (lane % 8 + lane / 16 * 8) * PITCH + rows + lane / 8 % 2 * 8;
+        const element* right_at = own + lane % 16 * OWN_PITCH + columns + lane / 16 * 8;
+        #pragma unroll
+        for (int k = 0; k < C::OWN; k += 16) {
+            kiln_u32 left[4];
+            kiln_fragment_load_turned(left, left_at + k * PITCH);
+            #pragma unroll
+            for (int c = 0; c < COLUMNS / 8; c += 2) {
+                kiln_u32 right[4];
+                kiln_fragment_load_turned(right, right_at + k * OWN_PITCH + 8 * c);
+                kiln_fragment_product<stored>(sums[c], left, right[0], right[1]);
+                kiln_fragment_product<stored>(sums[c + 1], left, right[2], right[3]);
+            }
+        }
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const int query = at + rows + lane / 4 + 8 * h;
+            if (!C::whole && query >= C::queries) continue;
+            #pragma unroll
+            for (int c = 0; c < COLUMNS / 8; c++)
+                kiln_fragment_write<typename C::d_query_view>(
+                    to_queries + kiln_attention_place<typename C::d_query_view>(query, columns + 8 * c + lane % 4 * 2),
+                    sums[c][2 * h] * scale, sums[c][2 * h + 1] * scale);
+        }
+        place = 1 - place;
+    }
+
+    kiln_copies_wait();
+    const auto to_keys = kiln_attention_head<typename C::d_key_view>(d_key, batch, head);
+    const auto to_values = kiln_attention_head<typename C::d_value_view>(d_value, batch, head);
+    for (int m = 0; m < C::MT; m++) {
+        for (int h = 0; h < 2; h++) {
+            const int at = row + 16 * m + 8 * h;
+            if (!C::whole && at >= C::keys) continue;
+            kiln_fragment_store<typename C::d_key_view, C::WIDE>(to_keys, at, d_keys[m], h, scale);
+            kiln_fragment_store<typename C::d_value_view, C::VALUE_WIDE>(to_values, at, d_values[m], h, 1);
+        }
+    }
+}
