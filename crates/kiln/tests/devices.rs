@@ -8,6 +8,7 @@ use burn_autodiff::Autodiff;
 use burn_backend::ops::FloatTensorOps;
 use burn_core::module::Param;
 use burn_nn::Linear;
+use burn_nn::loss::CrossEntropyLossConfig;
 use burn_optim::AdamWConfig;
 use burn_tensor::activation::{gelu, log_softmax, softmax};
 use burn_tensor::module::conv2d;
@@ -212,4 +213,59 @@ fn a_step_with_parameters_of_sixteen_bits_trains_on_the_gpu_as_on_the_host() {
             device.assert_approx_eq::<f32>(&host, Tolerance::rel_abs(2e-2, 2e-2));
         }
     }
+}
+
+/// A loss that leaves out padding computes its labels from those that it is given. Steps are queued without a look at
+/// their losses; a label out of range stops its step before anything is overwritten, and the next goes on.
+#[test]
+fn losses_may_be_read_late_and_labels_out_of_range_stop_a_step() {
+    type B = Autodiff<Kiln>;
+    const CLASSES: usize = 10;
+    let train = |device: KilnDevice, late: bool| {
+        let values: Vec<f32> = (0..CLASSES * CLASSES).map(|at| (at * 37 % 97) as f32 / 97.0).collect();
+        let weight = Tensor::<B, 2>::from_data(TensorData::new(values, [CLASSES, CLASSES]), &device);
+        let model = Linear {
+            weight: Param::from_tensor(weight),
+            bias: None,
+        };
+        let loss = |model: &Linear<B>, (tokens, labels): (Tensor<B, 1, Int>, Tensor<B, 1, Int>)| {
+            let config = CrossEntropyLossConfig::new().with_pad_tokens(Some(vec![0]));
+            let logits = model.weight.val().select(0, tokens);
+            config.init(&logits.device()).forward(logits, labels)
+        };
+        let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss).build().unwrap();
+        let numbers = |call: usize, by: usize| -> Vec<i32> {
+            (0..12).map(|at| ((at * by + call * 3) % CLASSES) as i32).collect()
+        };
+        let ints = |values: Vec<i32>| Tensor::<B, 1, Int>::from_data(TensorData::new(values, [12]), &device);
+        let (mut losses, mut read) = (Vec::new(), Vec::new());
+        for call in 0..12 {
+            if call == 9 {
+                let mut wrong = numbers(call, 7);
+                wrong[5] = CLASSES as i32;
+                let error = step.step(1e-2, (ints(numbers(call, 1)), ints(wrong))).unwrap_err();
+                assert!(error.to_string().contains("index 10"), "{error}");
+            }
+            let batch = (ints(numbers(call, 1)), ints(numbers(call, 7)));
+            let loss = step.step(1e-2, batch).unwrap();
+            match late {
+                true => losses.push(loss),
+                false => read.push(loss.into_scalar()),
+            }
+        }
+        assert!(step.history().replayed >= 5, "{:?}", step.history());
+        read.extend(losses.into_iter().map(|loss| loss.into_scalar()));
+        (read, step.into_model().weight.val().inner().into_data())
+    };
+    let (expected, weight) = train(KilnDevice::cpu(), false);
+    let (late, _) = train(KilnDevice::cpu(), true);
+    assert_eq!(late, expected);
+    let Some(gpu) = gpu() else { return };
+    let ((at_once, of_gpu), (late, later)) = (train(gpu, false), train(gpu, true));
+    assert_eq!(at_once, late);
+    assert_eq!(of_gpu, later);
+    for (a, b) in expected.iter().zip(&late) {
+        assert!((a - b).abs() <= 1e-4 * b.abs(), "{expected:?} and {late:?}");
+    }
+    of_gpu.assert_approx_eq::<f32>(&weight, Tolerance::rel_abs(1e-3, 1e-4));
 }
