@@ -126,16 +126,21 @@ impl Bounds {
             open.extend_from_slice(&node.inputs);
         }
         found.sort_unstable();
-        let values = found.into_iter().map(|value| (value, ranges.get(value))).collect();
+        let values = found
+            .into_iter()
+            .map(|value| (value, ranges.get(value)))
+            .collect();
         has_argument.then_some(Self { values })
     }
 
     /// The arguments that it depends on.
     pub fn arguments<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = u32> + 'a {
-        self.values.iter().filter_map(|&(value, _)| match graph.def(value).op {
-            Op::Parameter { index, .. } => Some(index),
-            _ => None,
-        })
+        self.values
+            .iter()
+            .filter_map(|&(value, _)| match graph.def(value).op {
+                Op::Parameter { index, .. } => Some(index),
+                _ => None,
+            })
     }
 
     /// The range of the value in a call in which arguments have the ranges `given`, where they are known.
@@ -148,7 +153,9 @@ impl Bounds {
             };
             let node = graph.def(value);
             let own = match node.op {
-                Op::Parameter { index, .. } => given(index).and_then(|range| range.within(graph.dtype(value))),
+                Op::Parameter { index, .. } => {
+                    given(index).and_then(|range| range.within(graph.dtype(value)))
+                }
                 _ => {
                     let result = node.outputs.iter().position(|&output| output == value);
                     result.and_then(|result| by_operation(graph, node, result, get))
@@ -171,8 +178,9 @@ fn by_operation(
     let of = |operand: usize| get(node.inputs[operand]);
     let union = |values: &[Value]| {
         let (&first, rest) = values.split_first()?;
-        rest.iter()
-            .try_fold(get(first)?, |all, &value| get(value).and_then(|range| all.union(range)))
+        rest.iter().try_fold(get(first)?, |all, &value| {
+            get(value).and_then(|range| all.union(range))
+        })
     };
     let extent = |axis: usize| graph.shape(node.inputs[0])[axis] as i128;
     let position = |extent: i128| Some(Range::Int(0, (extent - 1).max(0)));

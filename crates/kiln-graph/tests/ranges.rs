@@ -157,7 +157,10 @@ fn ranges_of_arguments_bound_what_is_computed_from_them() {
     let sum = bounds.range(&graph, |index| (index == 0).then_some(Range::Int(0, 9)));
     assert_eq!(sum, Range::of(kiln_graph::DType::I32));
     // Nothing is given for what the step makes of its own numbers.
-    let own = graph.nodes().find(|(_, data)| matches!(data.op, Op::Constant { .. })).unwrap();
+    let own = graph
+        .nodes()
+        .find(|(_, data)| matches!(data.op, Op::Constant { .. }))
+        .unwrap();
     assert!(Bounds::of(&graph, &ranges, own.1.outputs[0]).is_none());
 }
 

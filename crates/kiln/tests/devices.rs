@@ -222,7 +222,9 @@ fn losses_may_be_read_late_and_labels_out_of_range_stop_a_step() {
     type B = Autodiff<Kiln>;
     const CLASSES: usize = 10;
     let train = |device: KilnDevice, late: bool| {
-        let values: Vec<f32> = (0..CLASSES * CLASSES).map(|at| (at * 37 % 97) as f32 / 97.0).collect();
+        let values: Vec<f32> = (0..CLASSES * CLASSES)
+            .map(|at| (at * 37 % 97) as f32 / 97.0)
+            .collect();
         let weight = Tensor::<B, 2>::from_data(TensorData::new(values, [CLASSES, CLASSES]), &device);
         let model = Linear {
             weight: Param::from_tensor(weight),
@@ -233,9 +235,13 @@ fn losses_may_be_read_late_and_labels_out_of_range_stop_a_step() {
             let logits = model.weight.val().select(0, tokens);
             config.init(&logits.device()).forward(logits, labels)
         };
-        let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss).build().unwrap();
+        let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss)
+            .build()
+            .unwrap();
         let numbers = |call: usize, by: usize| -> Vec<i32> {
-            (0..12).map(|at| ((at * by + call * 3) % CLASSES) as i32).collect()
+            (0..12)
+                .map(|at| ((at * by + call * 3) % CLASSES) as i32)
+                .collect()
         };
         let ints = |values: Vec<i32>| Tensor::<B, 1, Int>::from_data(TensorData::new(values, [12]), &device);
         let (mut losses, mut read) = (Vec::new(), Vec::new());
@@ -243,7 +249,9 @@ fn losses_may_be_read_late_and_labels_out_of_range_stop_a_step() {
             if call == 9 {
                 let mut wrong = numbers(call, 7);
                 wrong[5] = CLASSES as i32;
-                let error = step.step(1e-2, (ints(numbers(call, 1)), ints(wrong))).unwrap_err();
+                let error = step
+                    .step(1e-2, (ints(numbers(call, 1)), ints(wrong)))
+                    .unwrap_err();
                 assert!(error.to_string().contains("index 10"), "{error}");
             }
             let batch = (ints(numbers(call, 1)), ints(numbers(call, 7)));

@@ -469,7 +469,9 @@ impl Run {
     /// Whether steps scale their loss.
     fn is_scaled(&self) -> bool {
         let train = &self.config.train;
-        [&train.autocast, &train.weights].iter().any(|kind| kind.starts_with("f16"))
+        [&train.autocast, &train.weights]
+            .iter()
+            .any(|kind| kind.starts_with("f16"))
     }
 
     /// Looks at the loss of the step that is under way, if there is one.

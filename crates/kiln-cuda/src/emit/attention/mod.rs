@@ -270,7 +270,13 @@ impl Writer {
                 reading.pass(format!("{}* {name}", view.ctype), Argument::Buffer(view.buffer));
             }
             let call = "kiln_attention_tensor_gradient<@_case>(o, g, d_query, d_key, d_value);\n";
-            return self.launch(&case, reading, call, e.batch * e.heads, tensor.shared_bytes(&e, true));
+            return self.launch(
+                &case,
+                reading,
+                call,
+                e.batch * e.heads,
+                tensor.shared_bytes(&e, true),
+            );
         }
         let most_shared = self.most_shared_bytes;
         let of_queries = case(self.tensor(TensorPlan::d_query, plan::Kernel::DQuery));

@@ -325,7 +325,11 @@ impl TensorPlan {
         let gap = if self.grouped { 0 } else { 16 / bytes };
         let [width, value_width] = [e.width, e.value_width].map(|width| self.element.padded(width) + gap);
         let own = self.own() * (width + if own_values { value_width } else { 0 });
-        let scores = if self.at_once { self.own() * (self.other() + gap) } else { 0 };
+        let scores = if self.at_once {
+            self.own() * (self.other() + gap)
+        } else {
+            0
+        };
         let border = if self.grouped { BORDER } else { 0 };
         (bytes * (own + 2 * self.other() * (width + value_width) + scores) + border) as u32
     }
