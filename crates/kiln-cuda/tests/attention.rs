@@ -655,8 +655,8 @@ fn groups_of_warps() {
     }
 }
 
-/// Short heads, and many, whose gradient is one kernel: blocks of four and of eight warps, whole tiles and not, every
-/// mask, dropout with and without whole blocks of draws.
+/// Short heads, and many, whose gradient is one kernel: blocks of four and of eight warps, whole tiles and
+/// not, every mask, dropout with and without whole blocks of draws.
 fn short_cases() -> [Case; 7] {
     let dropout = AttentionDims {
         dropout: true,

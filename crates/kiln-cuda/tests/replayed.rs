@@ -295,7 +295,8 @@ fn a_settled_step_is_one_copy_and_one_launch() {
     assert!(!kernels.clone().any(|call| call.contains(&old)), "{calls:#?}");
 }
 
-/// Whoever looks at the result of one call waits for that call, and not for the one that was queued behind it.
+/// Whoever looks at the result of one call waits for that call, and not for the one that was queued behind
+/// it.
 #[test]
 fn a_result_is_read_while_the_next_call_runs() {
     let Some(setup) = Setup::new() else { return };

@@ -95,7 +95,8 @@ impl Ranges {
 /// Values that a [`Bounds`] goes through at most.
 const LONGEST: usize = 64;
 
-/// How the range of one value follows from the ranges of arguments, which are known only when a step is called.
+/// How the range of one value follows from the ranges of arguments, which are known only when a step is
+/// called.
 ///
 /// ```text
 ///   %labels = parameter 0 : i32[8]             -1 ..= 9 in this call
@@ -103,12 +104,14 @@ const LONGEST: usize = 64;
 /// ```
 #[derive(Clone, Debug)]
 pub struct Bounds {
-    /// The values that it depends on and itself, in program order, each with what is known of it in every call.
+    /// The values that it depends on and itself, in program order, each with what is known of it in every
+    /// call.
     values: Vec<(Value, Option<Range>)>,
 }
 
 impl Bounds {
-    /// How the range of `value` follows; none if no argument says anything about it, or it takes many operations.
+    /// How the range of `value` follows; none if no argument says anything about it, or it takes many
+    /// operations.
     pub fn of(graph: &Graph, ranges: &Ranges, value: Value) -> Option<Self> {
         let mut found = Vec::new();
         let mut open = vec![value];

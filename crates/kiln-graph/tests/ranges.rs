@@ -17,8 +17,8 @@ fn extremes(tensor: &kiln_graph::HostTensor) -> Option<Range> {
     (low.abs().max(high.abs()) < 2f64.powi(53)).then_some(Range::Int(low as i128, high as i128))
 }
 
-/// Whether every element of every value of `graph` is in its range, for these arguments: in that which the graph
-/// alone tells, and in that which follows from the ranges of the arguments.
+/// Whether every element of every value of `graph` is in its range, for these arguments: in that which the
+/// graph alone tells, and in that which follows from the ranges of the arguments.
 fn check(
     graph: &Graph,
     (tensors, scalars): (Vec<kiln_graph::HostTensor>, Vec<kiln_graph::Scalar>),

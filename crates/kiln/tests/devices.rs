@@ -215,8 +215,9 @@ fn a_step_with_parameters_of_sixteen_bits_trains_on_the_gpu_as_on_the_host() {
     }
 }
 
-/// A loss that leaves out padding computes its labels from those that it is given. Steps are queued without a look at
-/// their losses; a label out of range stops its step before anything is overwritten, and the next goes on.
+/// A loss that leaves out padding computes its labels from those that it is given. Steps are queued without a
+/// look at their losses; a label out of range stops its step before anything is overwritten, and the next
+/// goes on.
 #[test]
 fn losses_may_be_read_late_and_labels_out_of_range_stop_a_step() {
     type B = Autodiff<Kiln>;

@@ -8,8 +8,9 @@
 //! A step that is replayed finds the tensors that stay only once ([`Resident`]), and copies new tensors
 //! into the slots of its graph.
 //!
-//! Indices that come from the host, or follow from what does, are checked before anything is queued, so that a run
-//! need not wait for the GPU ([`indices`]). Others are checked by the step, and the run waits for the result.
+//! Indices that come from the host, or follow from what does, are checked before anything is queued, so that
+//! a run need not wait for the GPU ([`indices`]). Others are checked by the step, and the run waits for the
+//! result.
 
 mod indices;
 mod resident;

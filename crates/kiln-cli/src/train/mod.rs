@@ -202,8 +202,8 @@ fn install_interrupt() {
 
 /// A step that was queued and whose loss has not been looked at.
 ///
-/// A GPU goes from one step to the next without a break if the next one is queued by then. So the loop looks at
-/// a loss when it has queued the step behind it.
+/// A GPU goes from one step to the next without a break if the next one is queued by then. So the loop looks
+/// at a loss when it has queued the step behind it.
 struct UnderWay {
     /// Its number, from 1.
     step: u64,
@@ -443,7 +443,14 @@ impl Run {
         let rate = self.config.schedule.rate(step, steps);
         let before = self.ranks.world().waited();
         let recorded = self.trainer.history().recorded;
-        let loss = self.trainer.step(rate, inputs)?;
+        let loss = match self.trainer.step(rate, inputs) {
+            Ok(loss) => loss,
+            Err(error) => {
+                // What is wrong may be wrong since the step before.
+                self.look(progress)?;
+                return Err(error);
+            }
+        };
         let waited = (self.ranks.world().waited() - before).as_secs_f64();
         self.step += 1;
         let before = self.under_way.replace(UnderWay {
@@ -457,8 +464,8 @@ impl Run {
         if let Some(before) = before {
             self.look_at(before, progress)?;
         }
-        // A step that was recorded and one that may be skipped for its loss scale, which says how things stand
-        // now, are looked at by themselves, and so are those of a profile.
+        // A step that was recorded and one that may be skipped for its loss scale, which says how things
+        // stand now, are looked at by themselves, and so are those of a profile.
         let alone = self.trainer.history().recorded > recorded || self.is_scaled() || self.profile.is_some();
         if alone || matches!(self.device.place(), Place::Host) {
             self.look(progress)?;

@@ -213,9 +213,9 @@ impl Gpu {
         Ok(Arc::new(storage))
     }
 
-    /// Copies what is in the device's memory to the host, after everything that steps do with it. Where the end of
-    /// that is marked, as it is for the small results of a replayed step, nothing that was queued later is waited
-    /// for: a program may look at a loss while the next step runs.
+    /// Copies what is in the device's memory to the host, after everything that steps do with it. Where the
+    /// end of that is marked, as it is for the small results of a replayed step, nothing that was queued
+    /// later is waited for: a program may look at a loss while the next step runs.
     ///
     /// # Errors
     /// [`CudaError::Range`], [`CudaError::Driver`], [`CudaError::Lost`]; [`CudaError::Ranks`] if a collective was

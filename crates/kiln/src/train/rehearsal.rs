@@ -61,8 +61,8 @@ struct Class {
 
 /// A shadow of model and optimizer that takes the host's part in every step.
 pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    /// The shadow's model. It has no elements, so it is the same after a step as before it, and each rehearsal
-    /// has it from the last one; none after one that did not end.
+    /// The shadow's model. It has no elements, so it is the same after a step as before it, and each
+    /// rehearsal has it from the last one; none after one that did not end.
     model: Option<Box<M>>,
     optim: OptimizerAdaptor<O, M, B>,
     /// The shadow's optimizer after the step that is under way.

@@ -1,9 +1,9 @@
 //! The index checks of a step that the host can make before the step is queued.
 //!
-//! Where all indices of a check follow from tensors on the host, the host tells from these tensors' extremes whether
-//! they are in range: at once for indices that are an argument, and by the operations in between for those that the
-//! step makes of arguments (a loss that leaves out padding takes `select(labels == padding, 0, labels)` for its
-//! labels). What it cannot tell is left to the step, and the run waits for it.
+//! Where all indices of a check follow from tensors on the host, the host tells from these tensors' extremes
+//! whether they are in range: at once for indices that are an argument, and by the operations in between for
+//! those that the step makes of arguments (a loss that leaves out padding takes `select(labels == padding, 0,
+//! labels)` for its labels). What it cannot tell is left to the step, and the run waits for it.
 
 use burn_backend::DType;
 use burn_flex::FlexTensor;
@@ -50,8 +50,8 @@ pub(super) fn sources(graph: &Graph) -> Vec<Source> {
 }
 
 impl Source {
-    /// Looks at the arguments that are on the host. Returns whether they show that all indices are in range; if
-    /// not, the step has to look.
+    /// Looks at the arguments that are on the host. Returns whether they show that all indices are in range;
+    /// if not, the step has to look.
     ///
     /// # Errors
     ///

@@ -318,8 +318,8 @@ impl TensorPlan {
     }
 
     /// Bytes of shared memory: rows of the block, of queries alone or of the values' width as well, and two
-    /// tiles of both; of a gradient at once also a tile of scores. Rows are 16 bytes apart, but for those that
-    /// groups of warps multiply.
+    /// tiles of both; of a gradient at once also a tile of scores. Rows are 16 bytes apart, but for those
+    /// that groups of warps multiply.
     pub fn shared_bytes(&self, e: &Extents, own_values: bool) -> u32 {
         let bytes = self.element.bytes();
         let gap = if self.grouped { 0 } else { 16 / bytes };

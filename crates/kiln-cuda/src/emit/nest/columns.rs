@@ -12,7 +12,7 @@ use kiln_graph::Graph;
 use super::late::{Late, Partials};
 use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, c, ceil, coordinates, grid, power_of_two};
+use super::{Launch, PROCESSORS, THREADS, c, ceil, coordinates, grid, power_of_two};
 use crate::code::FunctionText;
 
 /// Rows that a lane adds up at most, if there are so many chunks: the error of a sum grows with its length.
@@ -25,13 +25,9 @@ const LEAST: i64 = 8;
 /// registers of a multiprocessor's fourth block.
 const UNDER_WAY: i64 = 64;
 
-/// Multiprocessors. A wave of blocks, as many as these hold at a time, fills the device; more would leave more
-/// partial results to the second kernel.
-const PROCESSORS: i64 = 132;
-
-/// Registers for accumulators, for what is a column's alone and for what is under way, with which a thread is one of
-/// four blocks of a multiprocessor, which have 64 each. Measured on batch norm: 48 compile to 63 or 64, 60 and 64 to
-/// 80, which are three blocks.
+/// Registers for accumulators, for what is a column's alone and for what is under way, with which a thread is
+/// one of four blocks of a multiprocessor, which have 64 each. Measured on batch norm: 48 compile to 63 or
+/// 64, 60 and 64 to 80, which are three blocks.
 const OF_FOUR: i64 = 52;
 
 /// Bytes of shared memory in which the lanes of a block meet.
@@ -115,7 +111,8 @@ fn together(graph: &Graph, space: &Space, most: i64) -> i64 {
         .unwrap_or(1)
 }
 
-/// How many blocks a multiprocessor has registers for.
+/// How many blocks a multiprocessor has registers for. As many as all of them hold at a time, a wave, fill the
+/// device; more would leave more partial results to the second kernel.
 fn resident(graph: &Graph, space: &Space) -> i64 {
     // Accumulators, and what is loaded for a column.
     let of_columns = |seen: &&Seen| {

@@ -7,7 +7,7 @@ use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Node, Value};
 
 use super::writer::Writer;
-use super::{Argument, Launch, c, ceil, grid, power_of_two};
+use super::{Argument, Launch, PROCESSORS, c, ceil, grid, power_of_two};
 use crate::code::FunctionText;
 
 /// A late reduction being accumulated.
@@ -148,9 +148,6 @@ impl Writer<'_> {
         launches.into_iter().map(launch).collect()
     }
 }
-
-/// Multiprocessors of the device.
-const PROCESSORS: i64 = 132;
 
 /// What says how partial results are combined.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -54,6 +54,9 @@ pub use table::together;
 /// Threads of a block where nothing else decides.
 const THREADS: i64 = 256;
 
+/// Multiprocessors of the reference machine.
+const PROCESSORS: i64 = 132;
+
 /// Writes the code of `nest`.
 pub fn generate(graph: &Graph, nest: &Nest, options: &EmitOptions<'_>) -> KernelCode {
     let _ = options;

@@ -2,9 +2,9 @@
 //!
 //! A row of the first table has the addresses of one nest's tensors and runtime scalars, and the number of
 //! elements. A row of the second is a chunk: which row, and the first element. So a thousand small
-//! parameters, each with a learning rate of its own, keep the device as busy as one large one. No size is part of
-//! the text, but for the length of rows where tensors are parts of each row of another: the gradients that one
-//! product makes of several weights.
+//! parameters, each with a learning rate of its own, keep the device as busy as one large one. No size is
+//! part of the text, but for the length of rows where tensors are parts of each row of another: the gradients
+//! that one product makes of several weights.
 
 use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::Graph;
