@@ -136,16 +136,6 @@ impl Bounds {
         has_argument.then_some(Self { values })
     }
 
-    /// The arguments that it depends on.
-    pub fn arguments<'a>(&'a self, graph: &'a Graph) -> impl Iterator<Item = u32> + 'a {
-        self.values
-            .iter()
-            .filter_map(|&(value, _)| match graph.def(value).op {
-                Op::Parameter { index, .. } => Some(index),
-                _ => None,
-            })
-    }
-
     /// The range of the value in a call in which arguments have the ranges `given`, where they are known.
     pub fn range(&self, graph: &Graph, given: impl Fn(u32) -> Option<Range>) -> Option<Range> {
         let mut found: Vec<(Value, Option<Range>)> = Vec::with_capacity(self.values.len());
