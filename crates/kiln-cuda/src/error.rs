@@ -181,6 +181,13 @@ pub enum CudaError {
         what: String,
     },
 
+    /// Pictures could not be decoded on the device.
+    #[error("pictures cannot be decoded on the GPU: {what}")]
+    Pictures {
+        /// Why.
+        what: String,
+    },
+
     /// A collective of all ranks failed, or other ranks did not take part.
     #[error(transparent)]
     Ranks(#[from] kiln_distributed::Error),

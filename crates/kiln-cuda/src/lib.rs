@@ -15,6 +15,7 @@
 //! - [`runtime`] is a device with its memory, streams, kernels and graphs.
 //! - [`build`] makes machine code from CUDA C++ and keeps it on disk.
 //! - [`products`] multiplies matrices through cuBLASLt, [`convolutions`] has cuDNN.
+//! - [`pictures`] has nvJPEG: batches of pictures that are decoded, cropped and scaled on the device.
 //! - [`ranks`] has NCCL: collectives between the devices of several processes.
 //! - [`kernels`] is CUDA C++ that is written by hand, not generated from a nest of loops.
 //!
@@ -30,6 +31,7 @@ pub mod execute;
 pub mod family;
 pub mod kernels;
 pub mod libraries;
+pub mod pictures;
 pub mod policy;
 pub mod products;
 pub mod ranks;

@@ -10,7 +10,8 @@ use super::staging::Staging;
 use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
 use crate::convolutions::{Convolution, Convolver, Plan, PlanLimits, PreparedConvolution};
 use crate::error::{CudaError, Result};
-use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search, open_nccl};
+use crate::libraries::{CublasLt, Cudnn, Driver, Nvjpeg, Nvrtc, Search, open_nccl};
+use crate::pictures::Decoder;
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
 use crate::ranks::Ranks;
 use crate::runtime::{Device, Storage, Stream};
@@ -44,6 +45,8 @@ pub struct Gpu {
     /// Steps and algorithms of earlier processes.
     store: Store,
     staging: Staging,
+    /// What decodes pictures, started by the first batch of them.
+    decoder: OnceLock<Decoder>,
     /// The other ranks, once the device is connected with theirs; whoever connects it holds the lock.
     ranks: OnceLock<Ranks>,
     connecting: Mutex<()>,
@@ -109,6 +112,7 @@ impl Gpu {
             plans: Mutex::default(),
             store: cache.store("cuda-steps", "data"),
             staging: Staging::default(),
+            decoder: OnceLock::new(),
             ranks: OnceLock::new(),
             connecting: Mutex::default(),
             arena: Mutex::default(),
@@ -353,6 +357,18 @@ impl Gpu {
                 .ok()
         };
         self.convolver.get_or_init(start).as_ref()
+    }
+
+    /// What decodes pictures on this device.
+    ///
+    /// # Errors
+    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`]; those of [`Decoder::new`].
+    pub fn decoder(&self) -> Result<&Decoder> {
+        if let Some(decoder) = self.decoder.get() {
+            return Ok(decoder);
+        }
+        let made = Decoder::new(&self.device, Nvjpeg::open(&Search::from_env())?, &self.compiler)?;
+        Ok(self.decoder.get_or_init(|| made))
     }
 
     /// The convolution with the library's fastest plan in `workspace` bytes of working memory: known, on

@@ -25,6 +25,9 @@ pub const PRELUDE: &str = concat!(
     "\n"
 );
 
+/// What crops, scales and normalises the pictures of a batch, behind [`PRELUDE`] or its first part.
+pub const PICTURES: &str = include_str!("cuda/pictures.cuh");
+
 /// What templates for several shapes begin with, behind [`PRELUDE`]: numbers that are a parameter of the
 /// kernel.
 pub const NUMBERS: &str = include_str!("cuda/numbers.cuh");

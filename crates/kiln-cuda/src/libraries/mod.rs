@@ -17,6 +17,7 @@ pub use search::{Looked, Search};
 use crate::error::{CudaError, Result};
 use crate::sys::cublaslt::CublasLtFunctions;
 use crate::sys::cudnn::CudnnFunctions;
+use crate::sys::nvjpeg::{NvjpegFunctions, VERSION_PARTS};
 use crate::sys::nvrtc::NvrtcFunctions;
 use kiln_distributed::nccl::{self, NcclFunctions};
 
@@ -33,11 +34,20 @@ pub enum Library {
     Cudnn,
     /// `libnccl`, for training on several GPUs. Optional.
     Nccl,
+    /// `libnvjpeg`, which decodes pictures. Optional.
+    Nvjpeg,
 }
 
 impl Library {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Driver, Self::Nvrtc, Self::CublasLt, Self::Cudnn, Self::Nccl];
+    pub const ALL: [Self; 6] = [
+        Self::Driver,
+        Self::Nvrtc,
+        Self::CublasLt,
+        Self::Cudnn,
+        Self::Nccl,
+        Self::Nvjpeg,
+    ];
 
     /// The name without suffix or version: `libnvrtc`.
     pub fn name(self) -> &'static str {
@@ -47,6 +57,7 @@ impl Library {
             Self::CublasLt => "libcublasLt",
             Self::Cudnn => "libcudnn",
             Self::Nccl => "libnccl",
+            Self::Nvjpeg => "libnvjpeg",
         }
     }
 
@@ -58,6 +69,7 @@ impl Library {
             Self::CublasLt => &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"],
             Self::Cudnn => &["libcudnn.so.9", "libcudnn.so"],
             Self::Nccl => &["libnccl.so.2", "libnccl.so"],
+            Self::Nvjpeg => &["libnvjpeg.so.13", "libnvjpeg.so.12", "libnvjpeg.so"],
         }
     }
 
@@ -69,6 +81,7 @@ impl Library {
             Self::CublasLt => "`pip install nvidia-cublas`, or install CUDA's toolkit and set CUDA_HOME",
             Self::Cudnn => "`pip install nvidia-cudnn-cu13`; without it convolutions use Kiln's own kernels",
             Self::Nccl => "`pip install nvidia-nccl-cu13`; without it a GPU trains alone",
+            Self::Nvjpeg => "`pip install nvidia-nvjpeg`; without it images are decoded on the host",
         }
     }
 
@@ -80,6 +93,7 @@ impl Library {
             Self::CublasLt => "cuBLASLt of CUDA 12.0 or later",
             Self::Cudnn => "cuDNN 9 or later",
             Self::Nccl => "NCCL 2.18 or later",
+            Self::Nvjpeg => "nvJPEG of CUDA 12.0 or later",
         }
     }
 }
@@ -101,6 +115,8 @@ pub type Nvrtc = Opened<NvrtcFunctions>;
 pub type CublasLt = Opened<CublasLtFunctions>;
 /// cuDNN.
 pub type Cudnn = Opened<CudnnFunctions>;
+/// nvJPEG.
+pub type Nvjpeg = Opened<NvjpegFunctions>;
 
 /// Finds and opens NCCL.
 ///
@@ -195,6 +211,26 @@ impl Cudnn {
         open(search, Library::Cudnn, load, |functions| {
             // SAFETY: the function takes nothing.
             dotted(unsafe { (functions.cudnnGetVersion)() }, 10_000)
+        })
+    }
+}
+
+impl Nvjpeg {
+    /// Finds and opens nvJPEG.
+    ///
+    /// # Errors
+    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`].
+    pub fn open(search: &Search) -> Result<Self> {
+        // SAFETY: `open` passes the library that was looked up as nvJPEG and never closes it.
+        let load = |library: &_| unsafe { NvjpegFunctions::load(library) };
+        open(search, Library::Nvjpeg, load, |functions| {
+            let parts = VERSION_PARTS.map(|part| {
+                let mut value = 0;
+                // SAFETY: the pointer is to an integer on this stack.
+                unsafe { (functions.nvjpegGetProperty)(part, &raw mut value) };
+                value.to_string()
+            });
+            parts.join(".")
         })
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use super::{CublasLt, Cudnn, DeviceDescription, Driver, Library, Nvrtc, Search, open_nccl};
+use super::{CublasLt, Cudnn, DeviceDescription, Driver, Library, Nvjpeg, Nvrtc, Search, open_nccl};
 use crate::error::{CudaError, Result};
 
 /// What was found, library by library, and the devices.
@@ -44,6 +44,10 @@ impl Report {
             (
                 Library::Nccl,
                 open_nccl(search).map(|found| shown(&found.version(), found.path())),
+            ),
+            (
+                Library::Nvjpeg,
+                Nvjpeg::open(search).map(|found| shown(&found.version, &found.path)),
             ),
         ];
         Self { libraries, devices }

@@ -10,6 +10,7 @@
 pub mod cublaslt;
 pub mod cudnn;
 pub mod driver;
+pub mod nvjpeg;
 pub mod nvrtc;
 
 /// Declares a table of functions of one library and how it is filled.

@@ -4,6 +4,7 @@ use super::error::DataError;
 use super::image::Picture;
 use super::rng::Rng;
 use super::vector::vectorised;
+use super::view::{Change, View};
 
 /// One step on a picture.
 #[derive(Clone, Debug, PartialEq)]
@@ -110,9 +111,30 @@ impl Pipeline {
     /// [`DataError::Shape`] for a picture without pixels or a size of 0.
     pub fn augment(&self, mut picture: Picture, rng: &mut Rng) -> Result<Picture, DataError> {
         for step in &self.steps {
-            picture = step.apply(picture, rng)?;
+            for change in step.changes(picture.width, picture.height, rng)? {
+                picture = change.apply(picture)?;
+            }
         }
         Ok(picture)
+    }
+
+    /// What [`Pipeline::augment`] would show of a picture of this size, with the same random numbers; none if
+    /// the steps do more than scale once and cut.
+    ///
+    /// # Errors
+    /// Those of [`Pipeline::augment`].
+    pub fn view(&self, width: usize, height: usize, rng: &mut Rng) -> Result<Option<View>, DataError> {
+        let (mut view, mut size) = (Some(View::whole(width, height)), (width, height));
+        for step in &self.steps {
+            for change in step.changes(size.0, size.1, rng)? {
+                view = view.and_then(|view| view.changed(change));
+                size = match change {
+                    Change::Resize(width, height) | Change::Crop { width, height, .. } => (width, height),
+                    Change::Mirror => size,
+                };
+            }
+        }
+        Ok(view)
     }
 
     /// The picture as floats, `[3, height, width]`, channel by channel.
@@ -163,26 +185,27 @@ impl Normalisation {
 }
 
 impl Augment {
-    fn apply(&self, picture: Picture, rng: &mut Rng) -> Result<Picture, DataError> {
-        if picture.width == 0 || picture.height == 0 || self.size() == Some(0) {
-            let reason = format!("{self:?} of {}x{} pixels", picture.width, picture.height);
+    /// What it does to a picture of this size. All randomness comes from `rng`.
+    ///
+    /// # Errors
+    /// [`DataError::Shape`] for a picture without pixels or a size of 0.
+    fn changes(&self, width: usize, height: usize, rng: &mut Rng) -> Result<Vec<Change>, DataError> {
+        if width == 0 || height == 0 || self.size() == Some(0) {
             return Err(DataError::Shape {
                 operation: "augmentation",
-                reason,
+                reason: format!("{self:?} of {width}x{height} pixels"),
             });
         }
-        match *self {
+        Ok(match *self {
             Augment::Resize(short) => {
-                let (width, height) = (picture.width, picture.height);
                 let scaled = |long: usize, of: usize| (long * short / of).max(1);
-                match width <= height {
-                    true => picture.resize(short, scaled(height, width)),
-                    false => picture.resize(scaled(width, height), short),
-                }
+                vec![match width <= height {
+                    true => Change::Resize(short, scaled(height, width)),
+                    false => Change::Resize(scaled(width, height), short),
+                }]
             }
             Augment::CenterCrop(size) => {
-                let (x, y) = (centred(picture.width, size), centred(picture.height, size));
-                Ok(picture.crop(x, y, size, size))
+                vec![square(centred(width, size), centred(height, size), size)]
             }
             Augment::RandomCrop { size, padding } => {
                 let mut start = |side: usize| {
@@ -194,21 +217,19 @@ impl Augment {
                         room => first + rng.index(room as usize + 1) as isize,
                     }
                 };
-                let (x, y) = (start(picture.width), start(picture.height));
-                Ok(picture.crop(x, y, size, size))
+                let x = start(width);
+                vec![square(x, start(height), size)]
             }
             Augment::RandomResizedCrop { size, scale, ratio } => {
-                let (x, y, width, height) = random_rectangle(&picture, scale, ratio, rng);
-                picture
-                    .crop(x as isize, y as isize, width, height)
-                    .resize(size, size)
+                let (x, y, width, height) = random_rectangle(width, height, scale, ratio, rng);
+                let (x, y) = (x as isize, y as isize);
+                vec![Change::Crop { x, y, width, height }, Change::Resize(size, size)]
             }
-            Augment::HorizontalFlip(probability) => Ok(if rng.chance(probability) {
-                picture.into_flipped()
-            } else {
-                picture
-            }),
-        }
+            Augment::HorizontalFlip(probability) => {
+                let mirrors = rng.chance(probability);
+                mirrors.then_some(Change::Mirror).into_iter().collect()
+            }
+        })
     }
 
     /// Pixels a side of the result, for the steps that set it.
@@ -219,6 +240,11 @@ impl Augment {
             Augment::HorizontalFlip(_) => None,
         }
     }
+}
+
+fn square(x: isize, y: isize, size: usize) -> Change {
+    let (width, height) = (size, size);
+    Change::Crop { x, y, width, height }
 }
 
 /// Where a crop in the middle of a side begins, rounded as torchvision does: halves to the even neighbour
@@ -233,17 +259,14 @@ fn centred(side: usize, size: usize) -> isize {
 }
 
 /// A rectangle of random area and ratio inside the picture: ten attempts, then the largest one in the middle
-/// whose ratio is allowed. It is empty if the picture is.
+/// whose ratio is allowed.
 fn random_rectangle(
-    picture: &Picture,
+    width: usize,
+    height: usize,
     scale: (f32, f32),
     ratio: (f32, f32),
     rng: &mut Rng,
 ) -> (usize, usize, usize, usize) {
-    let (width, height) = (picture.width, picture.height);
-    if width == 0 || height == 0 {
-        return (0, 0, width, height);
-    }
     let area = (width * height) as f32;
     for _ in 0..10 {
         let target = area * rng.range(scale.0, scale.1);

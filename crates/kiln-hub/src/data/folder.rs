@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::error::DataError;
-use super::image::{ImageSource, Picture};
+use super::image::{ImageFile, ImageSource, Picture};
 
 /// Image files with their classes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -78,6 +78,11 @@ impl ImageFolder {
         Ok(())
     }
 
+    fn entry(&self, index: usize) -> Result<&(PathBuf, usize), DataError> {
+        let len = self.files.len();
+        self.files.get(index).ok_or(DataError::OutOfRange { index, len })
+    }
+
     /// The files and their labels.
     pub fn files(&self) -> &[(PathBuf, usize)] {
         &self.files
@@ -112,11 +117,13 @@ impl ImageSource for ImageFolder {
     }
 
     fn picture(&self, index: usize) -> Result<(Picture, usize), DataError> {
-        let (path, label) = self.files.get(index).ok_or(DataError::OutOfRange {
-            index,
-            len: self.files.len(),
-        })?;
+        let (path, label) = self.entry(index)?;
         Ok((Picture::open(path)?, *label))
+    }
+
+    fn file(&self, index: usize) -> Result<Option<(ImageFile, usize)>, DataError> {
+        let (path, label) = self.entry(index)?;
+        Ok(Some((ImageFile::read(path)?, *label)))
     }
 
     fn classes(&self) -> &[String] {

@@ -4,7 +4,7 @@
 //! bytes; a [`Pipeline`] crops, flips and normalises them; [`Images`] joins the two into a dataset.
 //! Everything is RGB: grey images are widened and an alpha channel is dropped, as torchvision's loader does.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use burn_tensor::backend::Backend;
 use burn_tensor::{Int, Tensor, TensorData};
@@ -43,9 +43,7 @@ impl Picture {
     /// [`DataError::Io`]; [`DataError::Format`] if it is neither, is damaged, or is larger than 16384 pixels
     /// a side.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, DataError> {
-        let path = path.as_ref();
-        let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
-        Self::decode(&bytes).map_err(|reason| DataError::format(path, None, reason))
+        ImageFile::read(path)?.decode()
     }
 
     /// Decodes the bytes of a PNG or JPEG file, of any kind.
@@ -137,6 +135,38 @@ impl Picture {
     }
 }
 
+/// The file of a picture.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ImageFile {
+    /// Where it is, for messages.
+    pub path: PathBuf,
+    /// PNG or JPEG.
+    pub bytes: Vec<u8>,
+}
+
+impl ImageFile {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`DataError::Io`].
+    pub fn read(path: impl AsRef<Path>) -> Result<Self, DataError> {
+        let path = path.as_ref();
+        let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
+        Ok(Self {
+            path: path.to_owned(),
+            bytes,
+        })
+    }
+
+    /// The picture.
+    ///
+    /// # Errors
+    /// As [`Picture::open`], but for [`DataError::Io`].
+    pub fn decode(&self) -> Result<Picture, DataError> {
+        Picture::decode(&self.bytes).map_err(|reason| DataError::format(&self.path, None, reason))
+    }
+}
+
 /// Labelled pictures by number.
 pub trait ImageSource: Send + Sync + 'static {
     /// Number of pictures.
@@ -152,6 +182,14 @@ pub trait ImageSource: Send + Sync + 'static {
     /// # Errors
     /// [`DataError`] if it cannot be read.
     fn picture(&self, index: usize) -> Result<(Picture, usize), DataError>;
+
+    /// The file of picture `index` and its label; none if it has no file of its own.
+    ///
+    /// # Errors
+    /// [`DataError`] if it cannot be read.
+    fn file(&self, _index: usize) -> Result<Option<(ImageFile, usize)>, DataError> {
+        Ok(None)
+    }
 
     /// Names of the classes; a label is an index into them.
     fn classes(&self) -> &[String];
@@ -201,19 +239,37 @@ impl<S: ImageSource> Dataset for Images<S> {
 
     fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
         let (picture, label) = self.source.picture(index)?;
-        let classes = self.source.classes().len();
-        if label >= classes {
-            return Err(DataError::Label {
-                example: format!("image {index}"),
-                label,
-                classes,
-            });
-        }
+        check_label(index, label, &self.source)?;
         Ok(ImageExample {
             picture: self.pipeline.augment(picture, rng)?,
             normalisation: self.pipeline.normalisation(),
             label,
         })
+    }
+}
+
+/// Whether the label of picture `index` is one of the classes.
+pub(super) fn check_label(index: usize, label: usize, source: &impl ImageSource) -> Result<(), DataError> {
+    let classes = source.classes().len();
+    match label < classes {
+        true => Ok(()),
+        false => Err(DataError::Label {
+            example: format!("image {index}"),
+            label,
+            classes,
+        }),
+    }
+}
+
+/// Whether pictures of a batch have one size, which is returned.
+pub(super) fn one_size(mut sizes: impl Iterator<Item = (usize, usize)>) -> Result<(usize, usize), DataError> {
+    let (width, height) = sizes.next().unwrap_or_default();
+    match sizes.find(|&other| other != (width, height)) {
+        None => Ok((width, height)),
+        Some((other, tall)) => Err(DataError::Shape {
+            operation: "batch of images",
+            reason: format!("{other}x{tall} beside {width}x{height}; add a crop to the pipeline"),
+        }),
     }
 }
 
@@ -236,22 +292,8 @@ impl ImageBatch {
     /// # Errors
     /// [`DataError::Shape`] if the sizes differ: the pipeline needs a crop.
     pub fn collate(items: Vec<ImageExample>) -> Result<Self, DataError> {
-        let (width, height) = items
-            .first()
-            .map_or((0, 0), |item| (item.picture.width, item.picture.height));
-        if let Some(other) = items
-            .iter()
-            .find(|item| (item.picture.width, item.picture.height) != (width, height))
-        {
-            let reason = format!(
-                "{}x{} beside {width}x{height}; add a crop to the pipeline",
-                other.picture.width, other.picture.height
-            );
-            return Err(DataError::Shape {
-                operation: "batch of images",
-                reason,
-            });
-        }
+        let sizes = items.iter().map(|item| (item.picture.width, item.picture.height));
+        let (width, height) = one_size(sizes)?;
         let each = 3 * width * height;
         let mut pixels = vec![0.0; each * items.len()];
         for (item, pixels) in items.iter().zip(pixels.chunks_exact_mut(each.max(1))) {

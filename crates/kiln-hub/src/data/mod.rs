@@ -13,29 +13,35 @@
 //! | text files and folders | [`Corpus`] → [`TokenStream`] → [`TokenWindows`] | [`WindowBatch`] |
 //! | JSONL and CSV tables | [`TextExamples`] | [`TextBatch`] |
 //! | image folders, CIFAR, drawn shapes | [`ImageFolder`], [`Cifar`], [`Shapes`] → [`Images`] | [`ImageBatch`] |
+//! | image folders, for a device that decodes them | [`ImageFolder`] → [`EncodedImages`] | [`EncodedBatch`] |
 
 mod augment;
 mod cifar;
 mod classify;
 mod corpus;
+mod encoded;
 mod error;
 mod folder;
 mod image;
+mod jpeg;
 mod loader;
 mod rng;
 mod shapes;
 mod stream;
 mod team;
 mod vector;
+mod view;
 
-pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageSource, Images, Picture};
+pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageFile, ImageSource, Images, Picture};
 pub use augment::{Augment, Normalisation, Pipeline};
 pub use cifar::{Cifar, CifarKind};
 pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
 pub use corpus::{Corpus, CorpusOptions, Document};
+pub use encoded::{Encoded, EncodedBatch, EncodedExample, EncodedImages};
 pub use error::DataError;
 pub use folder::ImageFolder;
 pub use loader::{Batches, Collate, Dataset, Loader, LoaderState};
 pub use rng::Rng;
 pub use shapes::Shapes;
 pub use stream::{TokenStream, TokenWindows, WindowBatch, WindowBatcher};
+pub use view::View;

@@ -7,6 +7,65 @@ use kiln_hub::data::{Rng, *};
 
 use crate::files::{png, write};
 
+/// A JPEG of waves.
+fn jpeg(width: u32, height: u32) -> Vec<u8> {
+    let wave = |x: u32, y: u32| image::Rgb([(x * 5) as u8, (y * 7) as u8, ((x + y) * 3) as u8]);
+    let mut bytes = Vec::new();
+    let picture = image::DynamicImage::ImageRgb8(image::RgbImage::from_fn(width, height, wave));
+    let encoder = image::codecs::jpeg::JpegEncoder::new_with_quality(&mut bytes, 90);
+    picture.write_with_encoder(encoder).unwrap();
+    bytes
+}
+
+#[test]
+fn encoded_batches_are_those_of_the_host() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path(), "a/0.jpeg", jpeg(50, 40));
+    write(
+        folder.path(),
+        "a/1.png",
+        png(31, 60, |x, y| [x as u8, y as u8, 9]),
+    );
+    write(folder.path(), "b/2.jpeg", jpeg(90, 33));
+    let truncated = jpeg(64, 64);
+    write(folder.path(), "b/3.jpeg", &truncated[..truncated.len() - 2]);
+    let source = ImageFolder::open(folder.path()).unwrap();
+    for pipeline in [Pipeline::imagenet_train(16), Pipeline::imagenet_evaluation(16)] {
+        let decoded = Images::new(source.clone(), pipeline.clone());
+        let encoded = EncodedImages::new(source.clone(), pipeline);
+        let batches = Loader::new(decoded, ImageBatcher, 4)
+            .with_seed(3)
+            .start()
+            .unwrap();
+        let others = Loader::new(encoded.clone(), EncodedBatch::collate, 4).with_seed(3);
+        for (batch, other) in batches.zip(others.start().unwrap()).take(5) {
+            let (batch, other) = (batch.unwrap(), other.unwrap());
+            let jpegs = |(picture, _): &&(Encoded, View)| matches!(picture, Encoded::Jpeg(..));
+            assert_eq!(
+                other.pictures.iter().filter(jpegs).count(),
+                2,
+                "whole JPEGs stay encoded"
+            );
+            assert!(other.decode().unwrap() == batch);
+        }
+        let first = encoded.first_jpeg().unwrap();
+        assert!(matches!(first, Some(Encoded::Jpeg(_, (50, 40)))), "{first:?}");
+    }
+    // Twice scaled is no view, so that the host augments.
+    let twice = Pipeline::new(vec![
+        Augment::Resize(20),
+        Augment::Resize(10),
+        Augment::CenterCrop(8),
+    ]);
+    let encoded = EncodedImages::new(source.clone(), twice.clone());
+    let (seen, decoded) = (
+        encoded.item(0, &mut Rng::at(&[1])).unwrap(),
+        Images::new(source, twice),
+    );
+    let expected = decoded.item(0, &mut Rng::at(&[1])).unwrap().picture;
+    assert!(seen.picture == Encoded::Decoded(expected));
+}
+
 #[test]
 fn image_folders() {
     let folder = tempfile::tempdir().unwrap();
