@@ -163,14 +163,14 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
                 .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
             let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
             let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
-            let data = Data::open(&config, prepared.path(), tokenizer)?;
+            let data = Data::open(&config, &device, prepared.path(), tokenizer)?;
             let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
             let loader = data.train(None)?;
             let share = |batch: HostBatch| batch.share(world.rank(), world.size()).tensors(&device);
             divides(config.train.batch_size, world.size())?;
             let batches: Vec<Batch<TrainBackend>> = loader
                 .take(config.train.accumulate)
-                .map(|batch| Ok(share(batch?)))
+                .map(|batch| share(batch?))
                 .collect::<Result<_, CliError>>()?;
             Of {
                 architecture,

@@ -55,6 +55,7 @@ mod dynamic;
 pub mod explain;
 pub mod func;
 mod function;
+pub mod images;
 mod input;
 pub mod log;
 pub mod ops;

@@ -96,6 +96,19 @@ pub enum DataSource {
     Cifar100,
 }
 
+/// Who decodes image files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Decoding {
+    /// The step's device, if it is a GPU with engines for JPEGs; else the host, and one warning says why.
+    #[default]
+    Auto,
+    /// Threads of the host.
+    Host,
+    /// The step's device; an error if it cannot.
+    Device,
+}
+
 /// The data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -130,6 +143,9 @@ pub struct DataConfig {
     /// Whether images are cropped and mirrored at random in training.
     #[serde(default = "default_true")]
     pub augment: bool,
+    /// Who decodes the files of `source = "images"`: `auto`, `host` or `device`.
+    #[serde(default)]
+    pub decoding: Decoding,
     /// Field of the text in a table.
     #[serde(default = "default_text_field")]
     pub text_field: String,

@@ -60,7 +60,7 @@ impl Evaluator {
         for batch in batches.take(self.most) {
             let batch = batch?;
             let labels = batch.labels().to_vec();
-            let input = batch.tensors::<Kiln>(&device);
+            let input = batch.tensors::<Kiln>(&device)?;
             let (loss, logits) = self.region.run(|| model.evaluate(input))?;
             let unreadable = |error| CliError::Usage(format!("the evaluation cannot be read: {error}"));
             sum += loss

@@ -123,14 +123,13 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     // Of an evaluation asked for by hand, all of it.
     config.train.evaluation_batches = usize::MAX;
     let state = read_state(&from)?;
-    let data = Data::open(&config, &folder.join("data"), None)?;
+    let on = device(&config)?;
+    let data = Data::open(&config, &on, &folder.join("data"), None)?;
     let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
     let architecture = Architecture::read(&weights)?;
     architecture.check(&config, &data)?;
-    let model = architecture
-        .init::<Kiln>(&device(&config)?)?
-        .load(&weights, Heads::Stored)?;
-    let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, device(&config)?);
+    let model = architecture.init::<Kiln>(&on)?.load(&weights, Heads::Stored)?;
+    let mut evaluator = Evaluator::new(&config, compile_options(&config, "evaluate")?, on);
     let result = evaluator.run(&model, &data)?.ok_or_else(|| {
         CliError::Usage("this run sets no examples aside: data.evaluation_fraction is 0 and data.evaluation_paths is empty"
                 .to_owned())
@@ -266,7 +265,7 @@ impl Run {
         if ranks.is_first() {
             write_bytes_atomic(&folder.join("config.toml"), written.as_bytes())?;
         }
-        let data = Data::open(&config, &folder.join("data"), pretrained)?;
+        let data = Data::open(&config, &device, &folder.join("data"), pretrained)?;
         ranks.prepared(&folder)?;
         Kiln::seed(&device, config.seed);
         let architecture = match (&from, &start_from) {
@@ -429,7 +428,7 @@ impl Run {
         let (step, steps) = (self.step, self.config.train.steps);
         let begun = Instant::now();
         let mut units = 0;
-        let mut inputs = Vec::with_capacity(self.config.train.accumulate);
+        let mut batches = Vec::with_capacity(self.config.train.accumulate);
         let loading = kiln_profile::span(Category::Data, "wait for data");
         for _ in 0..self.config.train.accumulate {
             let batch = self
@@ -437,9 +436,11 @@ impl Run {
                 .next()
                 .ok_or_else(|| CliError::Usage("the training data ended".to_owned()))??;
             units += batch.units();
-            inputs.push(self.ranks.share(batch).tensors(&self.device));
+            batches.push(self.ranks.share(batch));
         }
         drop(loading);
+        let inputs = batches.into_iter().map(|batch| batch.tensors(&self.device));
+        let inputs = inputs.collect::<Result<_, _>>()?;
         let rate = self.config.schedule.rate(step, steps);
         let before = self.ranks.world().waited();
         let recorded = self.trainer.history().recorded;

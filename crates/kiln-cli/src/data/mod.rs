@@ -5,15 +5,17 @@
 //! corpus are made before training and kept in the run's folder: a resumed run must see the same tokens
 //! even if the source files have changed since.
 
+mod images;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
+use kiln::{KilnBackend, KilnDevice};
 use kiln_hub::data::{
-    Augment, Batches, Cifar, CifarKind, Collate, Corpus, CorpusOptions, DataError, Dataset, ImageBatch,
-    ImageFolder, ImageSource, Images, Loader, LoaderState, Pipeline, Rng, Shapes, TextBatch, TextBatcher,
-    TextExample, TextExamples, TextFields, TokenStream, WindowBatch, WindowBatcher,
+    Batches, Collate, Corpus, CorpusOptions, DataError, Dataset, EncodedBatch, ImageBatch, Loader,
+    LoaderState, Rng, TextBatch, TextBatcher, TextExample, TextExamples, TextFields, TokenStream,
+    WindowBatch, WindowBatcher,
 };
 use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer, write_bytes_atomic};
 
@@ -34,12 +36,18 @@ pub enum HostBatch {
     Texts(TextBatch),
     /// Images with a class.
     Images(ImageBatch),
+    /// The same, for a device that decodes them.
+    Encoded(EncodedBatch),
 }
 
 impl HostBatch {
     /// The batch as tensors.
-    pub fn tensors<B: Backend>(self, device: &B::Device) -> Batch<B> {
-        match self {
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`] if a file is damaged that the device should have decoded.
+    pub fn tensors<B: KilnBackend>(self, device: &KilnDevice) -> Result<Batch<B>, CliError> {
+        Ok(match self {
             Self::Windows(batch) => {
                 let (inputs, targets) = batch.tensors(device);
                 Batch::Windows { inputs, targets }
@@ -59,7 +67,8 @@ impl HostBatch {
                 let (pixels, labels) = batch.into_tensors(device);
                 Batch::Images { pixels, labels }
             }
-        }
+            Self::Encoded(batch) => images::tensors(batch, device)?,
+        })
     }
 
     /// Examples `rank * n / size` to `(rank + 1) * n / size` of its `n`.
@@ -89,6 +98,15 @@ impl HostBatch {
                 labels: part(&batch.labels, rank, size),
                 ..batch
             }),
+            Self::Encoded(mut batch) => Self::Encoded(EncodedBatch {
+                labels: part(&batch.labels, rank, size),
+                pictures: {
+                    let all = batch.pictures.len();
+                    batch.pictures.truncate(all * (rank + 1) / size);
+                    batch.pictures.split_off(all * rank / size)
+                },
+                ..batch
+            }),
         }
     }
 
@@ -98,6 +116,7 @@ impl HostBatch {
             Self::Windows(_) => &[],
             Self::Texts(batch) => &batch.labels,
             Self::Images(batch) => &batch.labels,
+            Self::Encoded(batch) => &batch.labels,
         }
     }
 
@@ -107,6 +126,7 @@ impl HostBatch {
             Self::Windows(batch) => batch.rows * batch.cols,
             Self::Texts(batch) => batch.labels.len(),
             Self::Images(batch) => batch.labels.len(),
+            Self::Encoded(batch) => batch.labels.len(),
         }
     }
 }
@@ -142,20 +162,25 @@ pub struct Data {
 }
 
 impl Data {
-    /// Opens the data of a run. `prepared` is the run's own folder for prepared files; `pretrained` is the
-    /// tokenizer of the weights that the run starts from.
+    /// Opens the data of a run on `device`. `prepared` is the run's own folder for prepared files;
+    /// `pretrained` is the tokenizer of the weights that the run starts from.
     ///
     /// # Errors
     ///
     /// [`CliError::Data`], [`CliError::Hub`], or [`CliError::Usage`] if the config lacks something its source
     /// needs.
-    pub fn open(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Self, CliError> {
+    pub fn open(
+        config: &Config,
+        device: &KilnDevice,
+        prepared: &Path,
+        pretrained: Option<Tokenizer>,
+    ) -> Result<Self, CliError> {
         std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
         let data = match config.data.source {
             DataSource::Text => text(config, prepared, pretrained),
             DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained),
             DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
-                images(config)
+                images::open(config, device)
             }
         }?;
         if !data.classes.is_empty() {
@@ -505,95 +530,4 @@ fn passages(paths: &[PathBuf]) -> Result<TextExamples, CliError> {
         }));
     }
     Ok(TextExamples::new(examples, classes)?)
-}
-
-fn images(config: &Config) -> Result<Data, CliError> {
-    let (data, size) = (&config.data, config.data.image_size);
-    let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
-    let (classes, (train, evaluation)) = match data.source {
-        DataSource::Images => {
-            let root = path(data, "one folder with a folder for each class")?;
-            let pipeline = if data.augment {
-                Pipeline::imagenet_train(size)
-            } else {
-                Pipeline::imagenet_evaluation(size)
-            };
-            let train = Images::new(ImageFolder::open(root)?, pipeline);
-            let classes = train.classes().to_vec();
-            let still = |root: &Path| {
-                Ok::<_, CliError>(Images::new(
-                    ImageFolder::open(root)?,
-                    Pipeline::imagenet_evaluation(size),
-                ))
-            };
-            let (train, evaluation) = match data.evaluation_paths.as_slice() {
-                [] => (
-                    Part::split(train, data.evaluation_fraction).0,
-                    Part::split(still(root)?, data.evaluation_fraction).1,
-                ),
-                [other, ..] => {
-                    let folder = ImageFolder::open_as(other, classes.clone())?;
-                    let other = Images::new(folder, Pipeline::imagenet_evaluation(size));
-                    (Part::whole(train), Some(Part::whole(other)))
-                }
-            };
-            (classes, loaders(config, train, evaluation, collate))
-        }
-        DataSource::Cifar10 | DataSource::Cifar100 => {
-            let kind = if data.source == DataSource::Cifar10 {
-                CifarKind::Cifar10
-            } else {
-                CifarKind::Cifar100
-            };
-            let root = path(
-                data,
-                "the folder of the binary version, from https://www.cs.toronto.edu/~kriz/cifar.html",
-            )?;
-            let pipeline = if data.augment {
-                Pipeline::cifar_train()
-            } else {
-                Pipeline::cifar_evaluation()
-            };
-            let train = Images::new(Cifar::open(root, kind, true)?, pipeline);
-            let evaluation = Images::new(Cifar::open(root, kind, false)?, Pipeline::cifar_evaluation());
-            (
-                train.classes().to_vec(),
-                loaders(config, train, Some(evaluation), collate),
-            )
-        }
-        _ => {
-            let drawn = |examples: usize, seed: u64| Shapes::new(examples, size, seed);
-            let still = Pipeline::plain().with_normalisation([0.5; 3], [0.25; 3]);
-            let moving = Pipeline {
-                steps: vec![
-                    Augment::RandomCrop {
-                        size,
-                        padding: size / 8,
-                    },
-                    Augment::HorizontalFlip(0.5),
-                ],
-                ..still.clone()
-            };
-            let held_out = (data.examples as f64 * data.evaluation_fraction).round() as usize;
-            let train = Images::new(
-                drawn(data.examples, config.seed),
-                if data.augment { moving } else { still.clone() },
-            );
-            // Another seed draws other pictures.
-            let evaluation =
-                (held_out > 0).then(|| Images::new(drawn(held_out, config.seed ^ u64::MAX), still));
-            (
-                train.source().classes().to_vec(),
-                loaders(config, train, evaluation, collate),
-            )
-        }
-    };
-    Ok(Data {
-        tokenizer: None,
-        vocabulary: 0,
-        classes,
-        unit: "images",
-        train,
-        evaluation,
-    })
 }

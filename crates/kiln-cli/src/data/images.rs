@@ -1,0 +1,253 @@
+//! Images: folders, CIFAR and drawn shapes, decoded on the host or by the engines of a GPU.
+
+use std::path::Path;
+use std::sync::Once;
+
+use kiln::images::{self, Frame, ImageError, Pixels, Rectangle};
+use kiln::{Kiln, KilnBackend, KilnDevice, Place};
+use kiln_hub::data::{
+    Augment, Cifar, CifarKind, Collate, Dataset, Encoded, EncodedBatch, EncodedImages, ImageBatch,
+    ImageFolder, ImageSource, Images, Pipeline, Shapes, View,
+};
+
+use super::{Data, HostBatch, Open, Part, loaders, path};
+use crate::config::{Config, DataSource, Decoding};
+use crate::error::CliError;
+use crate::model::Batch;
+
+/// Loaders for training and evaluation.
+type Loaders = (Box<dyn Open>, Option<Box<dyn Open>>);
+
+/// The images of a config.
+pub(super) fn open(config: &Config, device: &KilnDevice) -> Result<Data, CliError> {
+    let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
+    let (data, size) = (&config.data, config.data.image_size);
+    let (classes, (train, evaluation)) = match data.source {
+        DataSource::Images => folders(config, device)?,
+        DataSource::Cifar10 | DataSource::Cifar100 => {
+            let kind = if data.source == DataSource::Cifar10 {
+                CifarKind::Cifar10
+            } else {
+                CifarKind::Cifar100
+            };
+            let root = path(
+                data,
+                "the folder of the binary version, from https://www.cs.toronto.edu/~kriz/cifar.html",
+            )?;
+            let pipeline = if data.augment {
+                Pipeline::cifar_train()
+            } else {
+                Pipeline::cifar_evaluation()
+            };
+            let train = Images::new(Cifar::open(root, kind, true)?, pipeline);
+            let evaluation = Images::new(Cifar::open(root, kind, false)?, Pipeline::cifar_evaluation());
+            (
+                train.classes().to_vec(),
+                loaders(config, train, Some(evaluation), collate),
+            )
+        }
+        _ => {
+            let drawn = |examples: usize, seed: u64| Shapes::new(examples, size, seed);
+            let still = Pipeline::plain().with_normalisation([0.5; 3], [0.25; 3]);
+            let moving = Pipeline {
+                steps: vec![
+                    Augment::RandomCrop {
+                        size,
+                        padding: size / 8,
+                    },
+                    Augment::HorizontalFlip(0.5),
+                ],
+                ..still.clone()
+            };
+            let held_out = (data.examples as f64 * data.evaluation_fraction).round() as usize;
+            let train = Images::new(
+                drawn(data.examples, config.seed),
+                if data.augment { moving } else { still.clone() },
+            );
+            // Another seed draws other pictures.
+            let evaluation =
+                (held_out > 0).then(|| Images::new(drawn(held_out, config.seed ^ u64::MAX), still));
+            (
+                train.source().classes().to_vec(),
+                loaders(config, train, evaluation, collate),
+            )
+        }
+    };
+    Ok(Data {
+        tokenizer: None,
+        vocabulary: 0,
+        classes,
+        unit: "images",
+        train,
+        evaluation,
+    })
+}
+
+/// Classes and loaders of a folder of images.
+fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders), CliError> {
+    let root = path(&config.data, "one folder with a folder for each class")?;
+    let folder = ImageFolder::open(root)?;
+    let classes = folder.classes().to_vec();
+    let loaders = if is_decoded_on(device, config.data.decoding, &folder)? {
+        let collate = || |items| EncodedBatch::collate(items).map(HostBatch::Encoded);
+        of_folders(config, root, folder, EncodedImages::new, collate)
+    } else {
+        let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
+        of_folders(config, root, folder, Images::new, collate)
+    }?;
+    Ok((classes, loaders))
+}
+
+/// Loaders of what `see` makes of a folder and a pipeline.
+fn of_folders<D, C>(
+    config: &Config,
+    root: &Path,
+    folder: ImageFolder,
+    see: impl Fn(ImageFolder, Pipeline) -> D,
+    collate: impl Fn() -> C,
+) -> Result<Loaders, CliError>
+where
+    D: Dataset,
+    C: Collate<D::Item, Batch = HostBatch>,
+{
+    let (data, size) = (&config.data, config.data.image_size);
+    let still = Pipeline::imagenet_evaluation(size);
+    let moving = match data.augment {
+        true => Pipeline::imagenet_train(size),
+        false => still.clone(),
+    };
+    let classes = folder.classes().to_vec();
+    let train = see(folder, moving);
+    let (train, evaluation) = match data.evaluation_paths.as_slice() {
+        [] => (
+            Part::split(train, data.evaluation_fraction).0,
+            Part::split(see(ImageFolder::open(root)?, still), data.evaluation_fraction).1,
+        ),
+        [other, ..] => {
+            let other = see(ImageFolder::open_as(other, classes)?, still);
+            (Part::whole(train), Some(Part::whole(other)))
+        }
+    };
+    Ok(loaders(config, train, evaluation, collate))
+}
+
+/// Whether the engines of `device` decode the images of a folder. Those that it has are tried on one of them.
+fn is_decoded_on(device: &KilnDevice, decoding: Decoding, folder: &ImageFolder) -> Result<bool, CliError> {
+    if decoding == Decoding::Host || (decoding == Decoding::Auto && device.place() == Place::Host) {
+        return Ok(false);
+    }
+    match tried(device, folder)? {
+        Ok(engines) => {
+            tracing::info!("{engines} engines of {} decode the images", device.place());
+            Ok(true)
+        }
+        Err(reason) if decoding == Decoding::Auto => {
+            tracing::warn!("images are decoded on the host: {reason}");
+            Ok(false)
+        }
+        Err(reason) => Err(CliError::config("data.decoding = \"device\"", reason)),
+    }
+}
+
+/// How far the engines' pixels may be from the host's, in levels from 0 to 255, on average. Colours that are
+/// stored at half the resolution are interpolated in different ways; another picture is some 50 apart.
+const FARTHEST: f64 = 8.0;
+
+/// The number of engines, if they decode the first JPEG of a folder to what the host makes of it; why not
+/// otherwise.
+fn tried(device: &KilnDevice, folder: &ImageFolder) -> Result<Result<u32, String>, CliError> {
+    let engines = match images::engines(device) {
+        Ok(engines) => engines,
+        Err(error) => return Ok(Err(error.to_string())),
+    };
+    let images = EncodedImages::new(folder.clone(), Pipeline::plain());
+    let Some(Encoded::Jpeg(file, (width, height))) = images.first_jpeg()? else {
+        return Ok(Err("the first of them are no baseline JPEGs".to_owned()));
+    };
+    let expected = file.decode()?;
+    let name = file.path.display().to_string();
+    let batch = EncodedBatch {
+        pictures: vec![(Encoded::Jpeg(file, (width, height)), View::whole(width, height))],
+        labels: vec![0],
+        normalisation: Pipeline::plain().normalisation(),
+        width,
+        height,
+    };
+    let found = match decode::<Kiln>(&batch, device) {
+        Ok(pixels) => pixels.into_data(),
+        Err(error) => return Ok(Err(format!("{name}: {error}"))),
+    };
+    let plain = Pipeline::plain().normalise(&expected);
+    let apart: f64 = found
+        .iter::<f32>()
+        .zip(&plain)
+        .map(|(found, expected)| f64::from((found - expected).abs()) * 255.0)
+        .sum();
+    let apart = apart / plain.len() as f64;
+    Ok(match apart <= FARTHEST {
+        true => Ok(engines),
+        false => Err(format!(
+            "{name}: a level from the engines is {apart:.1} from that of the host, on average"
+        )),
+    })
+}
+
+/// The pictures of a batch on a device, `[rows, 3, height, width]`.
+fn decode<B: KilnBackend>(
+    batch: &EncodedBatch,
+    device: &KilnDevice,
+) -> Result<burn::tensor::Tensor<B, 4>, ImageError> {
+    // Sides of pictures have 16 bits.
+    let side = |side: usize| side as u32;
+    let view = |view: &View| images::View {
+        from: Rectangle {
+            x: side(view.corner.0),
+            y: side(view.corner.1),
+            width: side(view.from.0),
+            height: side(view.from.1),
+        },
+        scaled: (side(view.scaled.0), side(view.scaled.1)),
+        window: (view.window.0 as i32, view.window.1 as i32),
+        mirrored: view.mirrored,
+    };
+    let pictures = batch.pictures.iter().map(|(picture, shown)| {
+        let (pixels, width, height) = match picture {
+            Encoded::Jpeg(file, (width, height)) => (Pixels::Jpeg(&file.bytes), *width, *height),
+            Encoded::Decoded(picture) => (Pixels::Rgb(&picture.rgb), picture.width, picture.height),
+        };
+        images::Picture {
+            pixels,
+            width: side(width),
+            height: side(height),
+            view: view(shown),
+        }
+    });
+    let frame = Frame {
+        width: side(batch.width),
+        height: side(batch.height),
+        scale: batch.normalisation.scale,
+        shift: batch.normalisation.shift,
+    };
+    images::decode(&pictures.collect::<Vec<_>>(), &frame, device)
+}
+
+/// An encoded batch as tensors. Where the engines fail the host decodes it, and says what is wrong with which
+/// file.
+pub(super) fn tensors<B: KilnBackend>(
+    batch: EncodedBatch,
+    device: &KilnDevice,
+) -> Result<Batch<B>, CliError> {
+    let labels = |labels: &[i32]| burn::tensor::Tensor::from_data(labels, device);
+    match decode(&batch, device) {
+        Ok(pixels) => Ok(Batch::Images {
+            pixels,
+            labels: labels(&batch.labels),
+        }),
+        Err(error) => {
+            static TOLD: Once = Once::new();
+            TOLD.call_once(|| tracing::warn!("the host decodes a batch of images: {error}"));
+            let (pixels, labels) = batch.decode()?.into_tensors(device);
+            Ok(Batch::Images { pixels, labels })
+        }
+    }
+}
