@@ -2,6 +2,7 @@
 
     python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had, and one with code
     python make_fixtures.py embeddings MODEL    # minilm_embeddings.json, from a folder with all-MiniLM-L6-v2
+    python make_fixtures.py jpegs               # jpegs/*.jpeg: the kinds of JPEGs, with Pillow and numpy
 
 The values in the archives follow the rule of `element` in files/common.rs, so the Rust tests know them without a file.
 """
@@ -10,8 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-
-import torch
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -45,6 +44,8 @@ SENTENCES = [
 
 def tensors(dtype):
     """Element i of tensor t is (t + 1) * 8 + (i mod 31) / 4."""
+    import torch
+
     made = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         count = torch.Size(shape).numel()
@@ -59,6 +60,8 @@ class Command:
 
 
 def archives():
+    import torch
+
     torch.save(tensors(torch.float32), FIXTURES / "state_zip.bin")
     # A matrix that is a transposed view, and two tensors that share one storage.
     half = tensors(torch.bfloat16)
@@ -72,6 +75,7 @@ def archives():
 
 
 def embeddings(model_folder):
+    import torch
     from transformers import AutoModel, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -91,11 +95,38 @@ def embeddings(model_folder):
     (FIXTURES / "minilm_embeddings.json").write_text(text + "\n")
 
 
+def jpegs():
+    """Waves of all colours. Those that are called plain are the ones that hardware decodes."""
+    import numpy as np
+    from PIL import Image
+
+    def waves(width, height):
+        x, y = np.meshgrid(np.arange(width), np.arange(height))
+        levels = [np.sin(x / 9 + y / 14), np.cos(x / 17 - y / 8), np.sin((x + y) / 11)]
+        return Image.fromarray((127.5 + 110 * np.stack(levels, -1)).astype(np.uint8))
+
+    (FIXTURES / "jpegs").mkdir(exist_ok=True)
+    for name, size, mode, options in [
+        ("plain-420", (67, 45), "RGB", {"subsampling": "4:2:0"}),
+        ("plain-422", (50, 71), "RGB", {"subsampling": "4:2:2"}),
+        ("plain-444", (33, 40), "RGB", {"subsampling": "4:4:4"}),
+        ("plain-grey", (61, 30), "L", {}),
+        ("plain-restarts", (96, 64), "RGB", {"subsampling": "4:2:0", "restart_marker_blocks": 3}),
+        ("plain-tables", (48, 48), "RGB", {"optimize": True}),
+        ("other-progressive", (64, 40), "RGB", {"progressive": True}),
+        ("other-cmyk", (40, 40), "CMYK", {}),
+        ("other-rgb", (40, 56), "RGB", {"keep_rgb": True}),
+    ]:
+        waves(*size).convert(mode).save(FIXTURES / "jpegs" / f"{name}.jpeg", quality=90, **options)
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["archives"]:
             archives()
         case ["embeddings", folder]:
             embeddings(folder)
+        case ["jpegs"]:
+            jpegs()
         case _:
             sys.exit(__doc__)

@@ -251,3 +251,161 @@ pub(super) fn tensors<B: KilnBackend>(
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kiln_hub::data::{Images, Loader};
+
+    const DEVICE: KilnDevice = KilnDevice::cuda(0);
+
+    /// A folder with JPEGs of all kinds and a PNG.
+    fn folder() -> (tempfile::TempDir, ImageFolder) {
+        let folder = tempfile::tempdir().unwrap();
+        let class = folder.path().join("all");
+        std::fs::create_dir(&class).unwrap();
+        let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../kiln-hub/tests/fixtures/jpegs");
+        for entry in std::fs::read_dir(fixtures).unwrap() {
+            let path = entry.unwrap().path();
+            std::fs::copy(&path, class.join(path.file_name().unwrap())).unwrap();
+        }
+        let source = ImageFolder::open(folder.path()).unwrap();
+        (folder, source)
+    }
+
+    /// Whether there are engines; with `KILN_TEST_CUDA=required` there must be.
+    fn has_engines() -> bool {
+        match images::engines(&DEVICE) {
+            Ok(_) => true,
+            Err(error) if std::env::var_os("KILN_TEST_CUDA").is_some_and(|value| value == "required") => {
+                panic!("{error}")
+            }
+            Err(error) => {
+                println!(
+                    "skipped: {}",
+                    error.to_string().lines().next().unwrap_or_default()
+                );
+                false
+            }
+        }
+    }
+
+    fn batch(source: &ImageFolder, pipeline: &Pipeline, seed: u64) -> EncodedBatch {
+        let images = EncodedImages::new(source.clone(), pipeline.clone());
+        let all = images.len();
+        let loader = Loader::new(images, EncodedBatch::collate, all).with_seed(seed);
+        loader.start().unwrap().next().unwrap().unwrap()
+    }
+
+    /// Mean distance in levels of each picture from what the host makes of it.
+    fn distances(batch: &EncodedBatch, found: &[f32], pipeline: &Pipeline) -> Vec<f64> {
+        let expected = batch.clone().decode().unwrap().pixels;
+        let each = expected.len() / batch.labels.len();
+        let level = 255.0 * f64::from(pipeline.deviation[0]);
+        let pictures = found.chunks_exact(each).zip(expected.chunks_exact(each));
+        let apart = |(found, expected): (&[f32], &[f32])| {
+            let pixels = found.iter().zip(expected);
+            pixels.map(|(a, b)| f64::from((a - b).abs())).sum::<f64>() * level / each as f64
+        };
+        pictures.map(apart).collect()
+    }
+
+    #[test]
+    fn engines_decode_what_the_host_decodes() {
+        if !has_engines() {
+            return;
+        }
+        let (_folder, source) = folder();
+        assert!(is_decoded_on(&DEVICE, Decoding::Device, &source).unwrap());
+        for pipeline in [Pipeline::imagenet_train(32), Pipeline::imagenet_evaluation(28)] {
+            for seed in 0..4 {
+                let batch = batch(&source, &pipeline, seed);
+                let pixels = decode::<Kiln>(&batch, &DEVICE).unwrap();
+                assert_eq!(pixels.dims(), [9, 3, batch.height, batch.width]);
+                let found = pixels.into_data().to_vec::<f32>().unwrap();
+                let distances = distances(&batch, &found, &pipeline);
+                for ((picture, _), apart) in batch.pictures.iter().zip(&distances) {
+                    // The host's own pictures are scaled and normalised as the host does it.
+                    let (name, most) = match picture {
+                        Encoded::Jpeg(file, _) => (file.path.display().to_string(), 3.0),
+                        Encoded::Decoded(_) => ("a picture of the host".to_owned(), 1e-3),
+                    };
+                    println!("{name}: {apart:.3}");
+                    assert!(*apart <= most, "{name}: {apart} levels from the host's");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_damaged_file_is_named_or_decoded_and_the_next_batch_is_right() {
+        if !has_engines() {
+            return;
+        }
+        let (_folder, source) = folder();
+        let pipeline = Pipeline::imagenet_evaluation(28);
+        let right = batch(&source, &pipeline, 1);
+        let before = decode::<Kiln>(&right, &DEVICE).unwrap().into_data();
+        for noise in 0..6u8 {
+            let mut damaged = right.clone();
+            for (picture, _) in &mut damaged.pictures {
+                if let Encoded::Jpeg(file, _) = picture {
+                    let begin = file.bytes.len() / 2;
+                    let end = file.bytes.len() - 2;
+                    for (at, byte) in file.bytes[begin..end].iter_mut().enumerate() {
+                        *byte = (at as u8).wrapping_mul(37).wrapping_add(noise) & 0x7f;
+                    }
+                }
+            }
+            match tensors::<Kiln>(damaged, &DEVICE) {
+                Ok(Batch::Images { pixels, .. }) => assert_eq!(pixels.into_data().shape, before.shape),
+                Ok(_) => panic!("images are no other batch"),
+                Err(error) => assert!(error.to_string().contains(".jpeg"), "{error}"),
+            }
+            let again = decode::<Kiln>(&right, &DEVICE).unwrap().into_data();
+            assert!(again == before, "the batch after a damaged one");
+        }
+    }
+
+    #[test]
+    fn without_engines_the_host_decodes() {
+        let (_folder, source) = folder();
+        let cpu = KilnDevice::cpu();
+        assert!(!is_decoded_on(&cpu, Decoding::Auto, &source).unwrap());
+        assert!(!is_decoded_on(&DEVICE, Decoding::Host, &source).unwrap());
+        let error = is_decoded_on(&cpu, Decoding::Device, &source)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("data.decoding") && error.contains("decoded on GPUs"),
+            "{error}"
+        );
+
+        // An encoded batch that the device does not decode is the batch that the host would have made.
+        let pipeline = Pipeline::imagenet_train(24);
+        let encoded = batch(&source, &pipeline, 5);
+        let decoded =
+            Loader::new(Images::new(source, pipeline), kiln_hub::data::ImageBatcher, 9).with_seed(5);
+        let expected = decoded.start().unwrap().next().unwrap().unwrap();
+        let Batch::Images { pixels, labels } = tensors::<Kiln>(encoded.clone(), &cpu).unwrap() else {
+            panic!("images are no other batch");
+        };
+        assert_eq!(pixels.into_data().to_vec::<f32>().unwrap(), expected.pixels);
+        assert_eq!(labels.dims(), [9]);
+
+        // Ranks have their parts of it.
+        let parts: Vec<HostBatch> = (0..2)
+            .map(|rank| HostBatch::Encoded(encoded.clone()).share(rank, 2))
+            .collect();
+        let count = |part: &HostBatch| match part {
+            HostBatch::Encoded(part) => (part.pictures.len(), part.labels.len()),
+            _ => panic!("images are no other batch"),
+        };
+        assert_eq!(parts.iter().map(count).collect::<Vec<_>>(), [(4, 4), (5, 5)]);
+        let last = match &parts[1] {
+            HostBatch::Encoded(part) => part.pictures.last().cloned(),
+            _ => None,
+        };
+        assert_eq!(last.as_ref(), encoded.pictures.last());
+    }
+}

@@ -67,6 +67,37 @@ fn encoded_batches_are_those_of_the_host() {
 }
 
 #[test]
+fn plain_jpegs_of_any_encoder_stay_encoded() {
+    let folder = tempfile::tempdir().unwrap();
+    let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/jpegs");
+    for entry in std::fs::read_dir(fixtures).unwrap() {
+        let path = entry.unwrap().path();
+        let name = path.file_name().unwrap().to_string_lossy().into_owned();
+        write(
+            folder.path(),
+            &format!("all/{name}"),
+            std::fs::read(&path).unwrap(),
+        );
+    }
+    let images = EncodedImages::new(ImageFolder::open(folder.path()).unwrap(), Pipeline::plain());
+    assert_eq!(images.len(), 9);
+    let source = ImageFolder::open(folder.path()).unwrap();
+    for (index, (path, _)) in source.files().iter().enumerate() {
+        let picture = Picture::open(path).unwrap();
+        let is_plain = path.file_name().unwrap().to_string_lossy().starts_with("plain");
+        let item = images.item(index, &mut Rng::at(&[0])).unwrap();
+        assert_eq!(item.view, View::whole(picture.width, picture.height));
+        match item.picture {
+            Encoded::Jpeg(_, size) => {
+                assert!(is_plain, "{}", path.display());
+                assert_eq!(size, (picture.width, picture.height));
+            }
+            Encoded::Decoded(decoded) => assert!(!is_plain && decoded == picture, "{}", path.display()),
+        }
+    }
+}
+
+#[test]
 fn image_folders() {
     let folder = tempfile::tempdir().unwrap();
     for class in ["dog", "cat"] {
