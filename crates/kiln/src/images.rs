@@ -2,7 +2,12 @@
 //!
 //! GPUs for data centres (A100, H100, H200 and later) have engines for JPEGs beside their multiprocessors. A
 //! training step goes on while they decode the next batch. [`decode`] makes a batch of files, [`engines`] says
-//! whether the device can:
+//! whether the device can. Pictures that the host has decoded ([`Pixels::Rgb`]) are scaled and normalised on any
+//! GPU.
+//!
+//! Start the program with `CUDA_DEVICE_MAX_CONNECTIONS=32` in its environment, or set it ([`QUEUES`],
+//! [`ENOUGH_QUEUES`]) before anything else: with the 8 queues to a GPU that a process has otherwise, files are not
+//! decoded before the step that runs is over.
 //!
 //! ```no_run
 //! use burn_autodiff::Autodiff;
@@ -34,7 +39,7 @@ use kiln_cuda::CudaError;
 use kiln_cuda::execute::Gpu;
 use std::sync::Arc;
 
-pub use kiln_cuda::pictures::{Frame, Picture, Pixels, Rectangle, View};
+pub use kiln_cuda::pictures::{ENOUGH_QUEUES, Frame, Picture, Pixels, QUEUES, Rectangle, View};
 
 use crate::input::KilnBackend;
 
@@ -57,7 +62,7 @@ pub enum ImageError {
 ///
 /// [`ImageError`] if it has none, or nvJPEG is not there.
 pub fn engines(device: &KilnDevice) -> Result<u32, ImageError> {
-    Ok(gpu(device)?.decoder()?.engines())
+    Ok(gpu(device)?.decoder()?.engines()?)
 }
 
 /// Decodes pictures into a batch `[pictures, 3, height, width]` of `f32` on a GPU: of each picture what its

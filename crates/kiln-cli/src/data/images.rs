@@ -88,12 +88,15 @@ fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders
     let root = path(&config.data, "one folder with a folder for each class")?;
     let folder = ImageFolder::open(root)?;
     let classes = folder.classes().to_vec();
-    let loaders = if is_decoded_on(device, config.data.decoding, &folder)? {
-        let collate = || |items| EncodedBatch::collate(items).map(HostBatch::Encoded);
-        of_folders(config, root, folder, EncodedImages::new, collate)
+    let floats = || |items| ImageBatch::collate(items).map(HostBatch::Images);
+    let encoded = || |items| EncodedBatch::collate(items).map(HostBatch::Encoded);
+    let loaders = if device.place() == Place::Host && config.data.decoding != Decoding::Device {
+        of_folders(config, root, folder, Images::new, floats)
     } else {
-        let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
-        of_folders(config, root, folder, Images::new, collate)
+        // Without engines the device makes floats of the loader's bytes.
+        let decodes = !is_decoded_on(device, config.data.decoding, &folder)?;
+        let see = |folder, pipeline| EncodedImages::new(folder, pipeline).with_decoding(decodes);
+        of_folders(config, root, folder, see, encoded)
     }?;
     Ok((classes, loaders))
 }

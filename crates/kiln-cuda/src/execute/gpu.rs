@@ -6,15 +6,14 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use kiln_distributed::World;
 
-use super::staging::Staging;
 use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
 use crate::convolutions::{Convolution, Convolver, Plan, PlanLimits, PreparedConvolution};
 use crate::error::{CudaError, Result};
-use crate::libraries::{CublasLt, Cudnn, Driver, Nvjpeg, Nvrtc, Search, open_nccl};
+use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search, open_nccl};
 use crate::pictures::Decoder;
 use crate::products::{Choice, Multiplier, Product, SearchLimits};
 use crate::ranks::Ranks;
-use crate::runtime::{Device, Storage, Stream};
+use crate::runtime::{Device, Staging, Storage, Stream};
 use crate::target::CudaTarget;
 
 /// A device in use by this process.
@@ -359,15 +358,15 @@ impl Gpu {
         self.convolver.get_or_init(start).as_ref()
     }
 
-    /// What decodes pictures on this device.
+    /// What makes batches of pictures on this device.
     ///
     /// # Errors
-    /// [`CudaError::MissingLibrary`], [`CudaError::OldLibrary`]; those of [`Decoder::new`].
+    /// Those of [`Decoder::new`].
     pub fn decoder(&self) -> Result<&Decoder> {
         if let Some(decoder) = self.decoder.get() {
             return Ok(decoder);
         }
-        let made = Decoder::new(&self.device, Nvjpeg::open(&Search::from_env())?, &self.compiler)?;
+        let made = Decoder::new(&self.device, &self.compiler, Search::from_env())?;
         Ok(self.decoder.get_or_init(|| made))
     }
 

@@ -23,7 +23,6 @@ mod limits;
 pub(crate) mod prepare;
 mod replayed;
 pub mod settled;
-mod staging;
 
 pub use error::StepError;
 pub use executable::{CallTime, CudaExecutable, NothingOutside, Outside};

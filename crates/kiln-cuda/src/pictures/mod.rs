@@ -8,7 +8,13 @@
 //! GPUs for data centres have engines for JPEGs beside their multiprocessors: an H100 decodes 22,000
 //! photographs of 500 by 375 pixels a second with them, sixteen of its host's processors 6,000, and a training
 //! step goes on meanwhile. [`Decoder`] has a stream of its own, on which a batch is prepared while the step
-//! before it runs. A picture that the engines do not take comes decoded ([`Pixels::Rgb`]).
+//! before it runs. A picture that the engines do not take comes decoded ([`Pixels::Rgb`]), and so do all of them
+//! where there are no engines.
+//!
+//! nvJPEG spreads a batch over some 14 streams of its own. A process has 8 queues to the device unless
+//! `CUDA_DEVICE_MAX_CONNECTIONS` says otherwise, and a stream that shares its queue with a training step waits
+//! for the end of it: a batch of 128 then takes 24 ms beside a step of 19 in place of 7 (H100). The variable is
+//! read once, when the driver starts, so the program sets it.
 
 mod engines;
 mod layout;
@@ -19,8 +25,8 @@ pub use layout::{Frame, Layout, Picture, Pixels, Rectangle, View, source};
 
 use crate::build::Compiler;
 use crate::error::{CudaError, Result};
-use crate::libraries::Nvjpeg;
-use crate::runtime::{Arguments, Device, Kernel, Launch, Module, Storage, Stream};
+use crate::libraries::{Nvjpeg, Search};
+use crate::runtime::{Arguments, Device, Kernel, Launch, Module, Staging, Storage, Stream};
 use engines::{Engines, Job};
 use layout::{COLUMNS, ROWS};
 
@@ -29,38 +35,59 @@ const THREADS: u32 = 256;
 /// Blocks that share a picture.
 const BLOCKS: u32 = 32;
 
-/// Decodes batches of pictures on a device.
+/// The variable with the number of queues to a device.
+pub const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+/// The value of [`QUEUES`] that lets a batch be decoded beside a training step: the most that there can be.
+pub const ENOUGH_QUEUES: &str = "32";
+
+/// Makes batches of pictures on a device.
 #[derive(Debug)]
 pub struct Decoder {
+    device: Device,
     stream: Stream,
-    engines: Mutex<Engines>,
-    count: u32,
+    staging: Staging,
     rows: Kernel,
     columns: Kernel,
+    /// Where nvJPEG is looked for.
+    search: Search,
+    /// Started by the first who asks for them.
+    engines: Mutex<Option<Engines>>,
 }
 
 impl Decoder {
-    /// Starts the engines of a device.
+    /// A decoder on a device. `search` says where nvJPEG is looked for, once it is needed.
     ///
     /// # Errors
-    /// [`CudaError::Pictures`] if the device has no such engines; those of [`Compiler::compile`],
-    /// [`CudaError::Driver`], [`CudaError::Lost`].
-    pub fn new(device: &Device, library: Nvjpeg, compiler: &Compiler) -> Result<Self> {
-        let engines = Engines::start(device, library)?;
+    /// Those of [`Compiler::compile`]; [`CudaError::Driver`], [`CudaError::Lost`].
+    pub fn new(device: &Device, compiler: &Compiler, search: Search) -> Result<Self> {
         let code = compiler.compile(&[source()])?;
         let module = Module::load(device, "pictures", &code[0].image)?;
         Ok(Self {
+            device: device.clone(),
             stream: device.stream()?,
-            count: engines.count(),
-            engines: Mutex::new(engines),
+            staging: Staging::default(),
             rows: module.kernel(ROWS)?,
             columns: module.kernel(COLUMNS)?,
+            search,
+            engines: Mutex::default(),
         })
     }
 
-    /// How many engines the device has.
-    pub fn engines(&self) -> u32 {
-        self.count
+    /// How many engines for JPEGs the device has.
+    ///
+    /// # Errors
+    /// [`CudaError::Pictures`] if it has none; [`CudaError::MissingLibrary`] and [`CudaError::OldLibrary`] of
+    /// nvJPEG.
+    pub fn engines(&self) -> Result<u32> {
+        self.with_engines(|engines| Ok(engines.count()))
+    }
+
+    fn with_engines<R>(&self, work: impl FnOnce(&mut Engines) -> Result<R>) -> Result<R> {
+        let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
+        match &mut *engines {
+            Some(engines) => work(engines),
+            none => work(none.insert(Engines::start(&self.device, Nvjpeg::open(&self.search)?)?)),
+        }
     }
 
     /// The pictures as `f32`, `[pictures, 3, height, width]`. JPEGs are decoded when this returns, the rest is
@@ -68,29 +95,16 @@ impl Decoder {
     ///
     /// # Errors
     /// [`CudaError::Pictures`] if the engines do not take one of the JPEGs, or a size is not that of its
-    /// picture; [`CudaError::OutOfMemory`], [`CudaError::Driver`], [`CudaError::Lost`].
+    /// picture; those of [`Decoder::engines`] if there are JPEGs; [`CudaError::OutOfMemory`],
+    /// [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn batch(&self, pictures: &[Picture<'_>], frame: &Frame) -> Result<Arc<Storage>> {
         let layout = Layout::new(pictures, frame)?;
         let stream = &self.stream;
         let allocate = |bytes| Storage::allocate(stream, bytes).map(Arc::new);
         let table = allocate(layout.table.len())?;
-        stream.write(&layout.table, &table, 0)?;
+        self.staging.upload(stream, &layout.table, &table)?;
         let decoded = allocate(layout.decoded_bytes)?;
-        let mut jobs = Vec::with_capacity(pictures.len());
-        for (picture, &at) in pictures.iter().zip(&layout.places) {
-            match picture.pixels {
-                Pixels::Rgb(rgb) => stream.write(rgb, &decoded, at)?,
-                Pixels::Jpeg(bytes) => jobs.push(Job {
-                    bytes,
-                    width: picture.width,
-                    height: picture.height,
-                    at,
-                }),
-            }
-        }
-        let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
-        engines.decode(&jobs, &decoded, stream)?;
-        let is_decoded = stream.record()?;
+        self.decode(pictures, &layout, &decoded)?;
         let narrowed = allocate(layout.narrowed_bytes)?;
         let result = allocate(pictures.len() * frame.elements() * size_of::<f32>())?;
         if !pictures.is_empty() {
@@ -110,9 +124,38 @@ impl Decoder {
             launch(&self.columns, &narrowed, &result)?;
         }
         result.end_use()?;
-        // The files are the caller's again.
-        is_decoded.synchronize()?;
         Ok(result)
+    }
+
+    /// Puts the pixels of all pictures into their places.
+    fn decode(&self, pictures: &[Picture<'_>], layout: &Layout, decoded: &Storage) -> Result<()> {
+        let (mut jobs, mut ready) = (Vec::new(), Vec::new());
+        for (picture, &at) in pictures.iter().zip(&layout.places) {
+            match picture.pixels {
+                Pixels::Rgb(rgb) => ready.push((rgb, at)),
+                Pixels::Jpeg(bytes) => jobs.push(Job {
+                    bytes,
+                    width: picture.width,
+                    height: picture.height,
+                    at,
+                }),
+            }
+        }
+        if jobs.is_empty() {
+            return self
+                .staging
+                .fill(&self.stream, layout.decoded_bytes, decoded, |block| {
+                    for (rgb, at) in ready {
+                        block[at..at + rgb.len()].copy_from_slice(rgb);
+                    }
+                });
+        }
+        for (rgb, at) in ready {
+            self.stream.write(rgb, decoded, at)?;
+        }
+        self.with_engines(|engines| engines.decode(&jobs, decoded, &self.stream))?;
+        // The files are the caller's again when this returns.
+        self.stream.record()?.synchronize()
     }
 }
 

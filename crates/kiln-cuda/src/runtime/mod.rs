@@ -23,6 +23,7 @@ mod kernel;
 mod memory;
 mod parcel;
 mod pinned;
+mod staging;
 mod storage;
 mod stream;
 
@@ -32,5 +33,6 @@ pub use graph::{GraphBuilder, Node, StepGraph};
 pub use kernel::{Arguments, Kernel, KernelUse, Launch, Module};
 pub use parcel::Parcel;
 pub use pinned::Pinned;
+pub use staging::Staging;
 pub use storage::Storage;
 pub use stream::Stream;

@@ -17,12 +17,29 @@ use super::view::View;
 pub struct EncodedImages<S> {
     source: S,
     pipeline: Pipeline,
+    decodes: bool,
 }
 
 impl<S: ImageSource> EncodedImages<S> {
     /// Joins a source and a pipeline.
     pub fn new(source: S, pipeline: Pipeline) -> Self {
-        Self { source, pipeline }
+        Self {
+            source,
+            pipeline,
+            decodes: false,
+        }
+    }
+
+    /// Whether every picture is decoded and augmented here, for a device that only normalises them: bytes are a
+    /// quarter of the floats that they become.
+    pub fn with_decoding(mut self, decodes: bool) -> Self {
+        self.decodes = decodes;
+        self
+    }
+
+    /// The pipeline.
+    pub fn pipeline(&self) -> &Pipeline {
+        &self.pipeline
     }
 
     /// The first plain JPEG, if there is one among the first pictures.
@@ -85,7 +102,8 @@ impl<S: ImageSource> Dataset for EncodedImages<S> {
         let mut same = rng.clone();
         let (picture, label) = match self.source.file(index)? {
             Some((file, label)) => {
-                if let Some(size) = plain_size(&file.bytes)
+                if !self.decodes
+                    && let Some(size) = plain_size(&file.bytes)
                     && let Some(view) = self.pipeline.view(size.0, size.1, rng)?
                 {
                     return example(Encoded::Jpeg(file, size), view, label);

@@ -48,6 +48,18 @@ fn encoded_batches_are_those_of_the_host() {
             );
             assert!(other.decode().unwrap() == batch);
         }
+        // Or the loader decodes all of them.
+        let bytes = Loader::new(encoded.clone().with_decoding(true), EncodedBatch::collate, 4);
+        let bytes = bytes.with_seed(3).start().unwrap().next().unwrap().unwrap();
+        let decoded = |(picture, _): &(Encoded, View)| matches!(picture, Encoded::Decoded(_));
+        assert!(bytes.pictures.iter().all(decoded));
+        let decoded = Images::new(source.clone(), encoded.pipeline().clone());
+        let expected = Loader::new(decoded, ImageBatcher, 4)
+            .with_seed(3)
+            .start()
+            .unwrap()
+            .next();
+        assert!(bytes.decode().unwrap() == expected.unwrap().unwrap());
         let first = encoded.first_jpeg().unwrap();
         assert!(matches!(first, Some(Encoded::Jpeg(_, (50, 40)))), "{first:?}");
     }

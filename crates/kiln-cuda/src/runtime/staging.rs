@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
+use super::pinned::Pinned;
+use super::storage::Storage;
+use super::stream::Stream;
 use crate::error::Result;
-use crate::runtime::{Pinned, Storage, Stream};
 
 /// Blocks of one size: the host may be this many copies ahead of the device.
 const BLOCKS: usize = 4;
@@ -28,16 +30,33 @@ struct Ring {
 }
 
 impl Staging {
-    /// Queues the copy of `bytes` into `to`, which is as large, on `stream`. `bytes` may change as soon as
-    /// this returns.
+    /// Queues the copy of `bytes` to the beginning of `to` on `stream`. `bytes` may change as soon as this
+    /// returns.
+    ///
+    /// # Errors
+    /// [`crate::CudaError::Range`], [`crate::CudaError::OutOfPinnedMemory`], [`crate::CudaError::Driver`],
+    /// [`crate::CudaError::Lost`].
     pub fn upload(&self, stream: &Stream, bytes: &[u8], to: &Storage) -> Result<()> {
-        if bytes.is_empty() {
-            return Ok(());
+        match bytes.len() {
+            0 => Ok(()),
+            1..=MOST => self.fill(stream, bytes.len(), to, |block| block.copy_from_slice(bytes)),
+            _ => stream.write(bytes, to, 0),
         }
-        if bytes.len() > MOST {
-            return stream.write(bytes, to, 0);
-        }
-        let size = bytes.len().next_power_of_two().max(LEAST);
+    }
+
+    /// Queues the copy of what `write` fills in, `bytes` bytes, to the beginning of `to` on `stream`. Bytes that
+    /// it leaves as they are have any value.
+    ///
+    /// # Errors
+    /// Those of [`Staging::upload`].
+    pub fn fill(
+        &self,
+        stream: &Stream,
+        bytes: usize,
+        to: &Storage,
+        write: impl FnOnce(&mut [u8]),
+    ) -> Result<()> {
+        let size = bytes.next_power_of_two().max(LEAST);
         let mut sizes = self.sizes.lock().unwrap_or_else(PoisonError::into_inner);
         let ring = sizes.entry(size).or_default();
         if ring.blocks.len() < BLOCKS {
@@ -46,7 +65,7 @@ impl Staging {
         }
         let block = &mut ring.blocks[ring.next];
         ring.next = (ring.next + 1) % BLOCKS;
-        block.write()?[..bytes.len()].copy_from_slice(bytes);
-        stream.upload(block, 0..bytes.len(), to, 0)
+        write(&mut block.write()?[..bytes]);
+        stream.upload(block, 0..bytes, to, 0)
     }
 }
