@@ -1,22 +1,29 @@
-//! How fast a folder of images is decoded, augmented and put into batches, and what each part takes.
+//! How fast the host loads a folder of images: what reading, decoding and augmenting take of a thread, and what
+//! a loader gives as floats (for a step on a CPU), as bytes (for a GPU that normalises them) and as files (for
+//! one with engines for JPEGs).
 //!
 //! ```text
 //! cargo run --release -p kiln-hub --example image_loading -- FOLDER [THREADS]
 //! ```
-//! FOLDER has a folder of images for each class, as `kiln train` takes it. The parts are timed one after the
-//! other on each of THREADS threads (default: every processor) at once, so that they share the machine as they
-//! do in a loader.
+//! FOLDER has a folder of images for each class, as `kiln train` takes it. THREADS (all processors, unless given)
+//! work at once, so that they share the machine as they do in a loader.
 
 use std::error::Error;
 use std::hint::black_box;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kiln_hub::data::{
-    Dataset, ImageBatch, ImageBatcher, ImageFolder, ImageSource, Images, Loader, Pipeline, Rng,
+    Collate, DataError, Dataset, EncodedBatch, EncodedImages, ImageBatcher, ImageFolder, ImageSource, Images,
+    Loader, Pipeline, Rng,
 };
 
+// Pixels a side, and pictures a batch.
 const SIZE: usize = 224;
 const BATCH: usize = 128;
+/// Pictures that the parts are timed with.
+const SOME: usize = 512;
+/// How long a loader is watched.
+const WATCHED: Duration = Duration::from_secs(3);
 
 fn main() -> Result<(), Box<dyn Error>> {
     let mut args = std::env::args().skip(1);
@@ -25,10 +32,10 @@ fn main() -> Result<(), Box<dyn Error>> {
     let threads = args.next().map_or(Ok(cores), |threads| threads.parse())?;
     let source = ImageFolder::open(&folder)?;
     let pipeline = Pipeline::imagenet_train(SIZE);
+    let count = source.len().min(SOME);
     println!("{} images, {threads} threads", source.len());
 
     let each = |what: &str, work: &(dyn Fn(usize) + Sync)| {
-        let count = source.len().min(512);
         let begun = Instant::now();
         std::thread::scope(|scope| {
             for thread in 0..threads {
@@ -36,49 +43,55 @@ fn main() -> Result<(), Box<dyn Error>> {
             }
         });
         let time = begun.elapsed().as_secs_f64() / count as f64;
+        let rate = threads as f64 / time;
         println!(
-            "{what:<28} {:7.3} ms of a thread an image, {:6.0} images/s",
-            time * 1e3,
-            threads as f64 / time
+            "{what:<20} {rate:7.0} images/s, {:6.3} ms of a thread an image",
+            time * 1e3
         );
     };
     each("read", &|i| {
-        black_box(std::fs::read(&source.files()[i].0).expect("an image can be read"));
+        black_box(std::fs::read(&source.files()[i].0)).expect("an image can be read");
     });
-    each("read and decode", &|i| {
-        black_box(source.picture(i).expect("an image can be read"));
-    });
-    let pictures: Vec<_> = (0..source.len().min(512))
-        .map(|i| Ok(source.picture(i)?.0))
-        .collect::<Result<_, Box<dyn Error>>>()?;
-    each("augment", &|i| {
-        let picture = pictures[i].clone();
-        black_box(pipeline.augment(picture, &mut Rng::at(&[i as u64]))).expect("a size above 0");
+    each("read, decode", &|i| {
+        black_box(source.picture(i)).expect("an image can be read");
     });
     let images = Images::new(source.clone(), pipeline.clone());
-    let items: Vec<_> = (0..8)
-        .map(|i| images.item(i % images.len(), &mut Rng::at(&[0])))
-        .collect::<Result<_, _>>()?;
-    let batch: Vec<_> = items.iter().cycle().take(BATCH).cloned().collect();
-    each("collate", &|i| {
-        if i % BATCH == 0 {
-            black_box(ImageBatch::collate(batch.clone())).expect("pictures of one size");
-        }
+    each("read, decode, augment", &|i| {
+        black_box(images.item(i, &mut Rng::at(&[i as u64]))).expect("an image can be augmented");
     });
 
-    let loader = Loader::new(images, ImageBatcher, BATCH.min(source.len())).with_threads(threads);
-    let mut batches = loader.start()?;
-    for batch in batches.by_ref().take(4) {
-        black_box(batch?);
-    }
+    let encoded = EncodedImages::new(source, pipeline);
+    let bytes = encoded.clone().with_decoding(true);
+    watch("loader of floats", images, ImageBatcher, threads)?;
+    watch("loader of bytes", bytes, EncodedBatch::collate, threads)?;
+    watch("loader of files", encoded, EncodedBatch::collate, threads)
+}
+
+/// Counts the pictures of a loader.
+fn watch<D, C>(what: &str, dataset: D, collate: C, threads: usize) -> Result<(), Box<dyn Error>>
+where
+    D: Dataset,
+    C: Collate<D::Item>,
+{
+    let size = BATCH.min(dataset.len());
+    let batches = Loader::new(dataset, collate, size)
+        .with_threads(threads)
+        .start()?;
+    // What was prepared ahead does not count.
+    let mut batches = batches.skip(4);
+    let mut next = || {
+        batches
+            .next()
+            .unwrap_or_else(|| Err(DataError::Setting("a loader ended".to_owned())))
+    };
+    black_box(next()?);
     let (begun, mut count) = (Instant::now(), 0);
-    while begun.elapsed().as_secs() < 5 {
-        let batch = batches.next().ok_or("a loader that repeats ends")??;
-        count += batch.labels.len();
+    while begun.elapsed() < WATCHED {
+        black_box(next()?);
+        count += size;
     }
     println!(
-        "{:<28} {:>45.0} images/s",
-        "the loader",
+        "{what:<20} {:7.0} images/s",
         count as f64 / begun.elapsed().as_secs_f64()
     );
     Ok(())
