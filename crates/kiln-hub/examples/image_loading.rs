@@ -1,6 +1,6 @@
-//! How fast the host loads a folder of images: what reading, decoding and augmenting take of a thread, and what
-//! a loader gives as floats (for a step on a CPU), as bytes (for a GPU that normalises them) and as files (for
-//! one with engines for JPEGs).
+//! How fast the host loads a folder of images: what reading, decoding and augmenting take of a thread, and
+//! what a loader gives as floats (for a step on a CPU), as bytes (for a GPU that normalises them) and as
+//! files (for one with engines for JPEGs).
 //!
 //! ```text
 //! cargo run --release -p kiln-hub --example image_loading -- FOLDER [THREADS]

@@ -1,13 +1,13 @@
 //! Pictures that a GPU decodes, crops, scales and normalises.
 //!
 //! GPUs for data centres (A100, H100, H200 and later) have engines for JPEGs beside their multiprocessors. A
-//! training step goes on while they decode the next batch. [`decode`] makes a batch of files, [`engines`] says
-//! whether the device can. Pictures that the host has decoded ([`Pixels::Rgb`]) are scaled and normalised on any
-//! GPU.
+//! training step goes on while they decode the next batch. [`decode`] makes a batch of files, [`engines`]
+//! says whether the device can. Pictures that the host has decoded ([`Pixels::Rgb`]) are scaled and
+//! normalised on any GPU.
 //!
 //! Start the program with `CUDA_DEVICE_MAX_CONNECTIONS=32` in its environment, or set it ([`QUEUES`],
-//! [`ENOUGH_QUEUES`]) before anything else: with the 8 queues to a GPU that a process has otherwise, files are not
-//! decoded before the step that runs is over.
+//! [`ENOUGH_QUEUES`]) before anything else: with the 8 queues to a GPU that a process has otherwise, files
+//! are not decoded before the step that runs is over.
 //!
 //! ```no_run
 //! use burn_autodiff::Autodiff;

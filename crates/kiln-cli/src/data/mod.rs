@@ -23,8 +23,8 @@ use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
 use crate::model::{Batch, Family};
 
-/// Most threads that read, decode and augment images for a GPU. One decodes and crops some 300 of 500 by 375 pixels
-/// a second, where a step of resnet50 on an H100 takes 6,400; without decoding it reads 24,000.
+/// Most threads that read, decode and augment images for a GPU. One decodes and crops some 300 of 500 by 375
+/// pixels a second, where a step of resnet50 on an H100 takes 6,400; without decoding it reads 24,000.
 const MOST_THREADS: usize = 16;
 
 /// A batch of any source, in memory.

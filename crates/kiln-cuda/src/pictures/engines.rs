@@ -115,8 +115,9 @@ impl Engines {
         }
         let data: Vec<*const u8> = jobs.iter().map(|job| job.bytes.as_ptr()).collect();
         let bytes: Vec<usize> = jobs.iter().map(|job| job.bytes.len()).collect();
-        // SAFETY: the three arrays have an element for each JPEG, and every picture has room where it goes: its
-        // size is the one that the library itself has read. The caller keeps the files until `stream` is done.
+        // SAFETY: the three arrays have an element for each JPEG, and every picture has room where it goes:
+        // its size is the one that the library itself has read. The caller keeps the files until `stream` is
+        // done.
         check("nvjpegDecodeBatched", unsafe {
             (functions.nvjpegDecodeBatched)(
                 self.handle,

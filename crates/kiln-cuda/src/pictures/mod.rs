@@ -6,15 +6,15 @@
 //! ```
 //!
 //! GPUs for data centres have engines for JPEGs beside their multiprocessors: an H100 decodes 22,000
-//! photographs of 500 by 375 pixels a second with them, sixteen of its host's processors 6,000, and a training
-//! step goes on meanwhile. [`Decoder`] has a stream of its own, on which a batch is prepared while the step
-//! before it runs. A picture that the engines do not take comes decoded ([`Pixels::Rgb`]), and so do all of them
-//! where there are no engines.
+//! photographs of 500 by 375 pixels a second with them, sixteen of its host's processors 6,000, and a
+//! training step goes on meanwhile. [`Decoder`] has a stream of its own, on which a batch is prepared while
+//! the step before it runs. A picture that the engines do not take comes decoded ([`Pixels::Rgb`]), and so do
+//! all of them where there are no engines.
 //!
 //! nvJPEG spreads a batch over some 14 streams of its own. A process has 8 queues to the device unless
-//! `CUDA_DEVICE_MAX_CONNECTIONS` says otherwise, and a stream that shares its queue with a training step waits
-//! for the end of it: a batch of 128 then takes 24 ms beside a step of 19 in place of 7 (H100). The variable is
-//! read once, when the driver starts, so the program sets it.
+//! `CUDA_DEVICE_MAX_CONNECTIONS` says otherwise, and a stream that shares its queue with a training step
+//! waits for the end of it: a batch of 128 then takes 24 ms beside a step of 19 in place of 7 (H100). The
+//! variable is read once, when the driver starts, so the program sets it.
 
 mod engines;
 mod layout;
@@ -86,12 +86,16 @@ impl Decoder {
         let mut engines = self.engines.lock().unwrap_or_else(PoisonError::into_inner);
         match &mut *engines {
             Some(engines) => work(engines),
-            none => work(none.insert(Engines::start(&self.device, Nvjpeg::open(&self.search)?)?)),
+            none => {
+                let started = Engines::start(&self.device, Nvjpeg::open(&self.search)?)?;
+                warn_of_few_queues();
+                work(none.insert(started))
+            }
         }
     }
 
-    /// The pictures as `f32`, `[pictures, 3, height, width]`. JPEGs are decoded when this returns, the rest is
-    /// under way; whoever uses the result waits for it on the device.
+    /// The pictures as `f32`, `[pictures, 3, height, width]`. JPEGs are decoded when this returns, the rest
+    /// is under way; whoever uses the result waits for it on the device.
     ///
     /// # Errors
     /// [`CudaError::Pictures`] if the engines do not take one of the JPEGs, or a size is not that of its
@@ -153,9 +157,25 @@ impl Decoder {
         for (rgb, at) in ready {
             self.stream.write(rgb, decoded, at)?;
         }
-        self.with_engines(|engines| engines.decode(&jobs, decoded, &self.stream))?;
-        // The files are the caller's again when this returns.
-        self.stream.record()?.synchronize()
+        let queued = self.with_engines(|engines| engines.decode(&jobs, decoded, &self.stream));
+        // When this returns the files are the caller's again, and the memory may be freed: where the library
+        // has given up, its own streams may still be busy with the pictures before the one at fault.
+        match queued {
+            Ok(()) => self.stream.record()?.synchronize(),
+            Err(error) => self.device.synchronize().and(Err(error)),
+        }
+    }
+}
+
+/// Says that pictures will wait for steps, if so.
+fn warn_of_few_queues() {
+    let queues = std::env::var(QUEUES);
+    if queues.as_deref() != Ok(ENOUGH_QUEUES) {
+        let set = queues.map_or_else(|_| "not set".to_owned(), |queues| format!("{queues:?}"));
+        tracing::warn!(
+            "{QUEUES} is {set}: pictures that the GPU decodes wait for the step that runs, unless it is \
+             {ENOUGH_QUEUES} when the program starts"
+        );
     }
 }
 

@@ -1,8 +1,8 @@
 //! Images that stay encoded until they are on the device that decodes them.
 //!
-//! [`EncodedImages`] draws what [`Images`](super::Images) would, without decoding: a file's head says how large
-//! it is, and so which part of it the pipeline shows. A picture that is no plain JPEG, or of which the pipeline
-//! shows more than one scaled rectangle, is decoded and augmented here; a batch may have both kinds.
+//! [`EncodedImages`] draws what [`Images`](super::Images) would, without decoding: a file's head says how
+//! large it is, and so which part of it the pipeline shows. A picture that is no plain JPEG, or of which the
+//! pipeline shows more than one scaled rectangle, is decoded and augmented here; a batch may have both kinds.
 
 use super::augment::{Normalisation, Pipeline};
 use super::error::DataError;
@@ -30,8 +30,8 @@ impl<S: ImageSource> EncodedImages<S> {
         }
     }
 
-    /// Whether every picture is decoded and augmented here, for a device that only normalises them: bytes are a
-    /// quarter of the floats that they become.
+    /// Whether every picture is decoded and augmented here, for a device that only normalises them: bytes are
+    /// a quarter of the floats that they become.
     pub fn with_decoding(mut self, decodes: bool) -> Self {
         self.decodes = decodes;
         self

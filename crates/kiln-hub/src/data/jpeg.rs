@@ -15,9 +15,9 @@ mod marker {
     pub const ADOBE: u8 = 0xee;
 }
 
-/// Width and height of a JPEG that is baseline, complete, of 8 bits and one scan, grey or of brightness and two
-/// colours, which have at least half of its resolution. Decoders in hardware take these. None for all other
-/// files; what is wrong with a damaged one is for a whole decoder to say.
+/// Width and height of a JPEG that is baseline, complete, of 8 bits and one scan, grey or of brightness and
+/// two colours of its resolution, of half of that across, or of half in both directions. Decoders in hardware
+/// take these. None for all other files; what is wrong with a damaged one is for a whole decoder to say.
 pub(super) fn plain_size(bytes: &[u8]) -> Option<(usize, usize)> {
     let mut rest = bytes.strip_prefix(&[0xff, marker::START])?;
     let mut frame = None;
@@ -62,7 +62,7 @@ impl Frame {
         let names: Vec<u8> = components.iter().map(|component| component[0]).collect();
         let is_plain = match sampling[..] {
             [_] => true,
-            [first, 0x11, 0x11] => matches!(first, 0x11 | 0x12 | 0x21 | 0x22) && names != *b"RGB",
+            [first, 0x11, 0x11] => matches!(first, 0x11 | 0x21 | 0x22) && names != *b"RGB",
             _ => false,
         };
         let frame = Self {
@@ -129,6 +129,7 @@ mod tests {
             "a height that comes later"
         );
         assert_eq!(changed(11, 0x41), None, "colours of a quarter of the resolution");
+        assert_eq!(changed(11, 0x12), None, "colours of half of the rows only");
         assert_eq!(changed(11, 0x22), Some((37, 21)));
         assert_eq!(changed(14, 0x12), None, "colours of two resolutions");
         let mut named = rgb();

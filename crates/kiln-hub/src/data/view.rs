@@ -1,8 +1,8 @@
 //! What a pipeline shows of a picture, before any pixel is touched.
 //!
-//! Steps change a picture of a known size by resizing, cropping and mirroring it. [`Change`]s can be applied one
-//! after the other, which is how the host augments. Most pipelines come down to one [`View`]: a rectangle is
-//! scaled, and a window of the result is taken. That is what can be done on a GPU, in one pass.
+//! Steps change a picture of a known size by resizing, cropping and mirroring it. [`Change`]s can be applied
+//! one after the other, which is how the host augments. Most pipelines come down to one [`View`]: a rectangle
+//! is scaled, and a window of the result is taken. That is what can be done on a GPU, in one pass.
 
 use super::error::DataError;
 use super::image::Picture;

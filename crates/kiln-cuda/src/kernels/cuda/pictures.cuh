@@ -1,7 +1,8 @@
 // A batch of decoded pictures, cropped, scaled and normalised.
 //
 // Scaling is bilinear, and averages over all pixels of the source where it shrinks (a triangle as wide as two
-// pixels of the result). Rows are scaled before columns, with a rounding to 8 bits after each, as Pillow does.
+// pixels of the result). Rows are scaled before columns, with a rounding to 8 bits after each, as Pillow
+// does.
 
 // What all pictures of a batch have in common. The views follow it in memory.
 struct kiln_frame {
