@@ -289,6 +289,15 @@ fn a_gpu_makes_the_same_batch() {
     let farthest = farthest(&common::numbers(&bytes), &cases);
     assert!(farthest <= 1.01, "{farthest} levels from the exact average");
 
+    // In parts it is the same batch, be they of a picture each.
+    for most in [1, 50_000] {
+        let decoder = Decoder::new(&gpu.device, &gpu.compiler, common::search()).unwrap();
+        let batch = decoder.with_most_decoded(most).batch(&pictures, &FRAME).unwrap();
+        let mut parts = vec![0; batch.bytes()];
+        gpu.stream.read(&batch, 0, &mut parts).unwrap();
+        assert!(parts == bytes, "at most {most} bytes of pixels at a time");
+    }
+
     // What is no JPEG is refused, and the next batch is decoded.
     let mut damaged = pictures.clone();
     damaged[1].pixels = Pixels::Jpeg(b"no JPEG at all");

@@ -38,6 +38,13 @@ pub struct Picture<'a> {
     pub view: View,
 }
 
+impl Picture<'_> {
+    /// Bytes of its pixels when they are decoded.
+    pub fn bytes(&self) -> usize {
+        3 * self.width as usize * self.height as usize
+    }
+}
+
 /// A part of a picture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rectangle {
@@ -132,10 +139,8 @@ impl Layout {
         layout.words(&[frame.width, frame.height]);
         layout.words(&frame.scale.map(f32::to_bits));
         layout.words(&frame.shift.map(f32::to_bits));
-        for (number, picture) in pictures.iter().enumerate() {
-            check(picture, frame).map_err(|what| error(format!("picture {number} of a batch: {what}")))?;
-            layout.add(picture, frame);
-        }
+        check_all(pictures, frame)?;
+        pictures.iter().for_each(|picture| layout.add(picture, frame));
         Ok(layout)
     }
 
@@ -162,7 +167,7 @@ impl Layout {
             count,
         ]);
         self.places.push(self.decoded_bytes);
-        self.decoded_bytes += (pitch * picture.height as usize).next_multiple_of(BORDER);
+        self.decoded_bytes += picture.bytes().next_multiple_of(BORDER);
         self.narrowed_bytes += 3 * count as usize * frame.width as usize;
     }
 
@@ -187,6 +192,16 @@ fn rows(view: &View, frame: &Frame) -> std::ops::Range<u32> {
     least.floor() as u32..most.ceil() as u32
 }
 
+/// Whether pictures can be a batch.
+///
+/// # Errors
+/// [`crate::CudaError::Pictures`] with the number of one that cannot.
+pub(super) fn check_all(pictures: &[Picture<'_>], frame: &Frame) -> Result<()> {
+    pictures.iter().enumerate().try_for_each(|(number, picture)| {
+        check(picture, frame).map_err(|what| error(format!("picture {number} of a batch: {what}")))
+    })
+}
+
 /// Why a picture cannot be a part of a batch.
 fn check(picture: &Picture<'_>, frame: &Frame) -> std::result::Result<(), String> {
     let Picture { width, height, .. } = *picture;
@@ -205,7 +220,7 @@ fn check(picture: &Picture<'_>, frame: &Frame) -> std::result::Result<(), String
         return Err(format!("{from:?} is not inside its {width}x{height} pixels"));
     }
     match picture.pixels {
-        Pixels::Rgb(rgb) if rgb.len() != 3 * width as usize * height as usize => {
+        Pixels::Rgb(rgb) if rgb.len() != picture.bytes() => {
             Err(format!("{} bytes for {width}x{height} pixels", rgb.len()))
         }
         _ => Ok(()),

@@ -28,12 +28,16 @@ use crate::error::{CudaError, Result};
 use crate::libraries::{Nvjpeg, Search};
 use crate::runtime::{Arguments, Device, Kernel, Launch, Module, Staging, Storage, Stream};
 use engines::{Engines, Job};
-use layout::{COLUMNS, ROWS};
+use layout::{COLUMNS, ROWS, check_all};
 
 /// Threads of a block.
 const THREADS: u32 = 256;
 /// Blocks that share a picture.
 const BLOCKS: u32 = 32;
+
+/// Bytes of pixels that are decoded at a time, unless a decoder is told otherwise: 900 photographs of 500 by
+/// 375 pixels, or seven of 24 million.
+const MOST_DECODED: usize = 512 << 20;
 
 /// The variable with the number of queues to a device.
 pub const QUEUES: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
@@ -52,6 +56,8 @@ pub struct Decoder {
     search: Search,
     /// Started by the first who asks for them.
     engines: Mutex<Option<Engines>>,
+    /// Bytes of pixels that are decoded at a time.
+    most: usize,
 }
 
 impl Decoder {
@@ -70,7 +76,14 @@ impl Decoder {
             columns: module.kernel(COLUMNS)?,
             search,
             engines: Mutex::default(),
+            most: MOST_DECODED,
         })
+    }
+
+    /// Decodes at most `bytes` bytes of pixels at a time, three a pixel, or one picture.
+    #[must_use]
+    pub fn with_most_decoded(self, bytes: usize) -> Self {
+        Self { most: bytes, ..self }
     }
 
     /// How many engines for JPEGs the device has.
@@ -102,6 +115,20 @@ impl Decoder {
     /// picture; those of [`Decoder::engines`] if there are JPEGs; [`CudaError::OutOfMemory`],
     /// [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn batch(&self, pictures: &[Picture<'_>], frame: &Frame) -> Result<Arc<Storage>> {
+        check_all(pictures, frame)?;
+        let each = frame.elements() * size_of::<f32>();
+        let result = Arc::new(Storage::allocate(&self.stream, pictures.len() * each)?);
+        let mut done = 0;
+        for part in parts(pictures, self.most) {
+            self.part(part, frame, &result, done * each)?;
+            done += part.len();
+        }
+        result.end_use()?;
+        Ok(result)
+    }
+
+    /// Makes a part of a batch, from byte `at` of the result on.
+    fn part(&self, pictures: &[Picture<'_>], frame: &Frame, result: &Arc<Storage>, at: usize) -> Result<()> {
         let layout = Layout::new(pictures, frame)?;
         let stream = &self.stream;
         let allocate = |bytes| Storage::allocate(stream, bytes).map(Arc::new);
@@ -110,25 +137,21 @@ impl Decoder {
         let decoded = allocate(layout.decoded_bytes)?;
         self.decode(pictures, &layout, &decoded)?;
         let narrowed = allocate(layout.narrowed_bytes)?;
-        let result = allocate(pictures.len() * frame.elements() * size_of::<f32>())?;
-        if !pictures.is_empty() {
-            let launch = |kernel: &Kernel, from: &Arc<Storage>, to: &Arc<Storage>| {
-                let launch = Launch {
-                    kernel: kernel.clone(),
-                    grid: [pictures.len() as u32, BLOCKS, 1],
-                    block: [THREADS, 1, 1],
-                    shared_bytes: 0,
-                    arguments: Arguments::new().memory(&table, 0).memory(from, 0).memory(to, 0),
-                };
-                // SAFETY: the table is of these pictures, and the layout has put all that it names inside the
-                // two storages.
-                unsafe { stream.launch(&launch) }
+        let launch = |kernel: &Kernel, arguments: Arguments| {
+            let launch = Launch {
+                kernel: kernel.clone(),
+                grid: [pictures.len() as u32, BLOCKS, 1],
+                block: [THREADS, 1, 1],
+                shared_bytes: 0,
+                arguments,
             };
-            launch(&self.rows, &decoded, &narrowed)?;
-            launch(&self.columns, &narrowed, &result)?;
-        }
-        result.end_use()?;
-        Ok(result)
+            // SAFETY: the table is of these pictures, the layout has put all that it names inside the two
+            // storages, and the result has room for all pictures from `at` on.
+            unsafe { stream.launch(&launch) }
+        };
+        let given = || Arguments::new().memory(&table, 0);
+        launch(&self.rows, given().memory(&decoded, 0).memory(&narrowed, 0))?;
+        launch(&self.columns, given().memory(&narrowed, 0).memory(result, at))
     }
 
     /// Puts the pixels of all pictures into their places.
@@ -145,7 +168,7 @@ impl Decoder {
                 }),
             }
         }
-        if jobs.is_empty() {
+        if jobs.is_empty() && layout.decoded_bytes <= Staging::MOST {
             return self
                 .staging
                 .fill(&self.stream, layout.decoded_bytes, decoded, |block| {
@@ -157,6 +180,9 @@ impl Decoder {
         for (rgb, at) in ready {
             self.stream.write(rgb, decoded, at)?;
         }
+        if jobs.is_empty() {
+            return Ok(());
+        }
         let queued = self.with_engines(|engines| engines.decode(&jobs, decoded, &self.stream));
         // When this returns the files are the caller's again, and the memory may be freed: where the library
         // has given up, its own streams may still be busy with the pictures before the one at fault.
@@ -165,6 +191,23 @@ impl Decoder {
             Err(error) => self.device.synchronize().and(Err(error)),
         }
     }
+}
+
+/// Pictures of a batch that are decoded together: as many as have at most `bytes` bytes of pixels, at least
+/// one.
+fn parts<'a, 'b>(pictures: &'a [Picture<'b>], bytes: usize) -> impl Iterator<Item = &'a [Picture<'b>]> {
+    let mut rest = pictures;
+    std::iter::from_fn(move || {
+        let mut sum = 0;
+        let fits = |picture: &&Picture<'_>| {
+            sum += picture.bytes();
+            sum <= bytes
+        };
+        let count = rest.iter().take_while(fits).count().max(1);
+        let (part, behind) = rest.split_at_checked(count)?;
+        rest = behind;
+        Some(part)
+    })
 }
 
 /// Says that pictures will wait for steps, if so.

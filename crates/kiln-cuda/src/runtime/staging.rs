@@ -14,9 +14,6 @@ const BLOCKS: usize = 4;
 /// The smallest block.
 const LEAST: usize = 4 << 10;
 
-/// Larger inputs are copied while the host waits: pinning so much memory takes longer than the copy.
-const MOST: usize = 64 << 20;
-
 /// Blocks of pinned memory, used in turn.
 #[derive(Debug, Default)]
 pub struct Staging {
@@ -30,6 +27,10 @@ struct Ring {
 }
 
 impl Staging {
+    /// The largest block. More is copied while the host waits: pinning so much memory takes longer than the
+    /// copy.
+    pub const MOST: usize = 64 << 20;
+
     /// Queues the copy of `bytes` to the beginning of `to` on `stream`. `bytes` may change as soon as this
     /// returns.
     ///
@@ -39,13 +40,13 @@ impl Staging {
     pub fn upload(&self, stream: &Stream, bytes: &[u8], to: &Storage) -> Result<()> {
         match bytes.len() {
             0 => Ok(()),
-            1..=MOST => self.fill(stream, bytes.len(), to, |block| block.copy_from_slice(bytes)),
+            1..=Self::MOST => self.fill(stream, bytes.len(), to, |block| block.copy_from_slice(bytes)),
             _ => stream.write(bytes, to, 0),
         }
     }
 
-    /// Queues the copy of what `write` fills in, `bytes` bytes, to the beginning of `to` on `stream`. Bytes that
-    /// it leaves as they are have any value.
+    /// Queues the copy of what `write` fills in, `bytes` bytes of at most [`Staging::MOST`], to the beginning
+    /// of `to` on `stream`. Bytes that it leaves as they are have any value.
     ///
     /// # Errors
     /// Those of [`Staging::upload`].
