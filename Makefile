@@ -19,6 +19,7 @@ test-cuda: nextest
 	KILN_TEST_CUDA=required $(CARGO) nextest run -p kiln-cuda --test-threads 1 --no-capture
 	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test programs -E 'test(cpu_1) | test(cpu_2)'
 	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test devices
+	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace -E 'test(data::images)'
 
 lint:
 	$(CARGO) fmt --all --check
