@@ -262,7 +262,7 @@ mod tests {
 
     const DEVICE: KilnDevice = KilnDevice::cuda(0);
 
-    /// A folder with JPEGs of all kinds and a PNG.
+    /// A folder with JPEGs of all kinds.
     fn folder() -> (tempfile::TempDir, ImageFolder) {
         let folder = tempfile::tempdir().unwrap();
         let class = folder.path().join("all");
