@@ -1,8 +1,8 @@
 //! The harness that runs kernels on the host: what CUDA's words do there, and which defects of a kernel it
 //! finds.
 
-use kiln_cuda::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
-use kiln_cuda::testing::host::{Differential, HostError, HostStep};
+use kiln_cuda::code::{FunctionText, StepCode};
+use kiln_cuda::testing::host::{Differential, HostError, HostStep, one_kernel};
 use kiln_graph::{Graph, HostTensor};
 
 /// A step of one kernel that reads input 0 and writes output 0.
@@ -43,30 +43,9 @@ impl OneKernel {
             device_only: false,
             blocks: 0,
         };
-        let kind = CallKind::Launch {
-            function: 0,
-            grid: [self.blocks, 1, 1],
-            shared_bytes: self.shared_bytes,
-            arguments: vec![
-                Pointer::To(Address::Input(0, 0)),
-                Pointer::To(Address::Output(0, 0)),
-            ],
-        };
-        StepCode {
-            functions: vec![Function {
-                name: "one".into(),
-                text,
-                guarded: false,
-            }],
-            calls: vec![StepCall {
-                kernel: 0,
-                stage: 0,
-                kind,
-            }],
-            inputs: vec![self.bytes[0]],
-            outputs: vec![self.bytes[1]],
-            ..StepCode::default()
-        }
+        let [input, output] = self.bytes;
+        let grid = [self.blocks, 1, 1];
+        one_kernel(text, grid, self.shared_bytes, vec![input], vec![output])
     }
 
     /// The output for `input`, the same whichever thread runs first.

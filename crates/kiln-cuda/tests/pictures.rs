@@ -4,10 +4,10 @@
 mod common;
 
 use kiln_cuda::build::{Compiler, Store};
-use kiln_cuda::code::{Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
+use kiln_cuda::code::FunctionText;
 use kiln_cuda::kernels::PICTURES;
 use kiln_cuda::pictures::{Decoder, Frame, Layout, Picture, Pixels, Rectangle, View, source};
-use kiln_cuda::testing::host::HostStep;
+use kiln_cuda::testing::host::{HostStep, one_kernel};
 use kiln_graph::DType;
 use kiln_graph::philox;
 
@@ -101,31 +101,8 @@ fn run(kernel: &str, to: &str, layout: &Layout, from: &[u8], bytes: usize) -> Ve
         device_only: false,
         blocks: 0,
     };
-    let kind = CallKind::Launch {
-        function: 0,
-        grid: [layout.places.len() as u32, 3, 1],
-        shared_bytes: 0,
-        arguments: vec![
-            Pointer::To(Address::Input(0, 0)),
-            Pointer::To(Address::Input(1, 0)),
-            Pointer::To(Address::Output(0, 0)),
-        ],
-    };
-    let code = StepCode {
-        functions: vec![Function {
-            name: "one".into(),
-            text,
-            guarded: false,
-        }],
-        calls: vec![StepCall {
-            kernel: 0,
-            stage: 0,
-            kind,
-        }],
-        inputs: vec![layout.table.len(), from.len()],
-        outputs: vec![bytes],
-        ..StepCode::default()
-    };
+    let grid = [layout.places.len() as u32, 3, 1];
+    let code = one_kernel(text, grid, 0, vec![layout.table.len(), from.len()], vec![bytes]);
     let step = HostStep::build(&code).unwrap();
     let mut inputs = [layout.table.clone(), from.to_vec()];
     step.run(&mut inputs, &[]).unwrap().remove(0)

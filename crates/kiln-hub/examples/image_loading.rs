@@ -5,8 +5,8 @@
 //! ```text
 //! cargo run --release -p kiln-hub --example image_loading -- FOLDER [THREADS]
 //! ```
-//! FOLDER has a folder of images for each class, as `kiln train` takes it. THREADS (all processors, unless given)
-//! work at once, so that they share the machine as they do in a loader.
+//! FOLDER has a folder of images for each class, as `kiln train` takes it. THREADS (all processors, unless
+//! given) work at once, so that they share the machine as they do in a loader.
 
 use std::error::Error;
 use std::hint::black_box;

@@ -1,13 +1,13 @@
 //! Images: folders, CIFAR and drawn shapes, decoded on the host or by the engines of a GPU.
 
-use std::path::Path;
 use std::sync::Once;
 
+use burn::tensor::Tensor;
 use kiln::images::{self, Frame, ImageError, Pixels, Rectangle};
 use kiln::{Kiln, KilnBackend, KilnDevice, Place};
 use kiln_hub::data::{
     Augment, Cifar, CifarKind, Collate, Dataset, Encoded, EncodedBatch, EncodedImages, ImageBatch,
-    ImageFolder, ImageSource, Images, Pipeline, Shapes, View,
+    ImageFolder, ImageSource, Images, Pipeline, Shapes, View, first_jpeg,
 };
 
 use super::{Data, HostBatch, Open, Part, loaders, path};
@@ -90,13 +90,13 @@ fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders
     let classes = folder.classes().to_vec();
     let floats = || |items| ImageBatch::collate(items).map(HostBatch::Images);
     let encoded = || |items| EncodedBatch::collate(items).map(HostBatch::Encoded);
-    let loaders = if device.place() == Place::Host && config.data.decoding != Decoding::Device {
-        of_folders(config, root, folder, Images::new, floats)
+    // Without engines a GPU makes floats of the loader's bytes.
+    let decodes = !is_decoded_on(device, config.data.decoding, &folder)?;
+    let loaders = if device.place() == Place::Host {
+        of_folders(config, folder, Images::new, floats)
     } else {
-        // Without engines the device makes floats of the loader's bytes.
-        let decodes = !is_decoded_on(device, config.data.decoding, &folder)?;
         let see = |folder, pipeline| EncodedImages::new(folder, pipeline).with_decoding(decodes);
-        of_folders(config, root, folder, see, encoded)
+        of_folders(config, folder, see, encoded)
     }?;
     Ok((classes, loaders))
 }
@@ -104,7 +104,6 @@ fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders
 /// Loaders of what `see` makes of a folder and a pipeline.
 fn of_folders<D, C>(
     config: &Config,
-    root: &Path,
     folder: ImageFolder,
     see: impl Fn(ImageFolder, Pipeline) -> D,
     collate: impl Fn() -> C,
@@ -119,16 +118,15 @@ where
         true => Pipeline::imagenet_train(size),
         false => still.clone(),
     };
-    let classes = folder.classes().to_vec();
-    let train = see(folder, moving);
+    let train = see(folder.clone(), moving);
     let (train, evaluation) = match data.evaluation_paths.as_slice() {
         [] => (
             Part::split(train, data.evaluation_fraction).0,
-            Part::split(see(ImageFolder::open(root)?, still), data.evaluation_fraction).1,
+            Part::split(see(folder, still), data.evaluation_fraction).1,
         ),
         [other, ..] => {
-            let other = see(ImageFolder::open_as(other, classes)?, still);
-            (Part::whole(train), Some(Part::whole(other)))
+            let other = ImageFolder::open_as(other, folder.classes().to_vec())?;
+            (Part::whole(train), Some(Part::whole(see(other, still))))
         }
     };
     Ok(loaders(config, train, evaluation, collate))
@@ -163,11 +161,9 @@ fn tried(device: &KilnDevice, folder: &ImageFolder) -> Result<Result<u32, String
         Ok(engines) => engines,
         Err(error) => return Ok(Err(error.to_string())),
     };
-    let images = EncodedImages::new(folder.clone(), Pipeline::plain());
-    let Some(Encoded::Jpeg(file, (width, height))) = images.first_jpeg()? else {
+    let Some(Encoded::Jpeg(file, (width, height))) = first_jpeg(folder)? else {
         return Ok(Err("the first of them are no baseline JPEGs".to_owned()));
     };
-    let expected = file.decode()?;
     let name = file.path.display().to_string();
     let batch = EncodedBatch {
         pictures: vec![(Encoded::Jpeg(file, (width, height)), View::whole(width, height))],
@@ -176,17 +172,17 @@ fn tried(device: &KilnDevice, folder: &ImageFolder) -> Result<Result<u32, String
         width,
         height,
     };
+    let expected = batch.clone().decode()?.pixels;
     let found = match decode::<Kiln>(&batch, device) {
         Ok(pixels) => pixels.into_data(),
         Err(error) => return Ok(Err(format!("{name}: {error}"))),
     };
-    let plain = Pipeline::plain().normalise(&expected);
     let apart: f64 = found
         .iter::<f32>()
-        .zip(&plain)
+        .zip(&expected)
         .map(|(found, expected)| f64::from((found - expected).abs()) * 255.0)
         .sum();
-    let apart = apart / plain.len() as f64;
+    let apart = apart / expected.len() as f64;
     Ok(match apart <= FARTHEST {
         true => Ok(engines),
         false => Err(format!(
@@ -196,10 +192,7 @@ fn tried(device: &KilnDevice, folder: &ImageFolder) -> Result<Result<u32, String
 }
 
 /// The pictures of a batch on a device, `[rows, 3, height, width]`.
-fn decode<B: KilnBackend>(
-    batch: &EncodedBatch,
-    device: &KilnDevice,
-) -> Result<burn::tensor::Tensor<B, 4>, ImageError> {
+fn decode<B: KilnBackend>(batch: &EncodedBatch, device: &KilnDevice) -> Result<Tensor<B, 4>, ImageError> {
     // Sides of pictures have 16 bits.
     let side = |side: usize| side as u32;
     let view = |view: &View| images::View {
@@ -240,19 +233,15 @@ pub(super) fn tensors<B: KilnBackend>(
     batch: EncodedBatch,
     device: &KilnDevice,
 ) -> Result<Batch<B>, CliError> {
-    let labels = |labels: &[i32]| burn::tensor::Tensor::from_data(labels, device);
-    match decode(&batch, device) {
-        Ok(pixels) => Ok(Batch::Images {
-            pixels,
-            labels: labels(&batch.labels),
-        }),
+    let (pixels, labels) = match decode(&batch, device) {
+        Ok(pixels) => (pixels, Tensor::from_data(&*batch.labels, device)),
         Err(error) => {
             static TOLD: Once = Once::new();
             TOLD.call_once(|| tracing::warn!("the host decodes a batch of images: {error}"));
-            let (pixels, labels) = batch.decode()?.into_tensors(device);
-            Ok(Batch::Images { pixels, labels })
+            batch.decode()?.into_tensors(device)
         }
-    }
+    };
+    Ok(Batch::Images { pixels, labels })
 }
 
 #[cfg(test)]

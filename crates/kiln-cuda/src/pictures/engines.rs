@@ -77,16 +77,13 @@ impl Engines {
         self.count
     }
 
-    /// Queues the decoding of JPEGs into `pixels` on `stream`: red, green and blue of a pixel beside each
+    /// Queues the decoding of JPEGs, at least one, into `pixels` on `stream`: red, green and blue of a pixel beside each
     /// other, rows without gaps.
     ///
     /// # Errors
     /// [`crate::CudaError::Pictures`] if the library does not take one, or if it has another size;
     /// [`crate::CudaError::Lost`].
     pub fn decode(&mut self, jobs: &[Job<'_>], pixels: &Storage, stream: &Stream) -> Result<()> {
-        if jobs.is_empty() {
-            return Ok(());
-        }
         pixels.take_to(stream)?;
         self.device.enter()?;
         let functions = self.library.functions;

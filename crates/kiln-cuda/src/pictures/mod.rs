@@ -115,6 +115,7 @@ impl Decoder {
     /// picture; those of [`Decoder::engines`] if there are JPEGs; [`CudaError::OutOfMemory`],
     /// [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn batch(&self, pictures: &[Picture<'_>], frame: &Frame) -> Result<Arc<Storage>> {
+        // Before any part, so that an error has a picture's number in the whole batch.
         check_all(pictures, frame)?;
         let each = frame.elements() * size_of::<f32>();
         let result = Arc::new(Storage::allocate(&self.stream, pictures.len() * each)?);

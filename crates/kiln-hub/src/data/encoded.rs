@@ -41,22 +41,22 @@ impl<S: ImageSource> EncodedImages<S> {
     pub fn pipeline(&self) -> &Pipeline {
         &self.pipeline
     }
+}
 
-    /// The first plain JPEG, if there is one among the first pictures.
-    ///
-    /// # Errors
-    /// Those of [`ImageSource::file`].
-    pub fn first_jpeg(&self) -> Result<Option<Encoded>, DataError> {
-        for index in 0..self.source.len().min(64) {
-            let Some((file, _)) = self.source.file(index)? else {
-                continue;
-            };
-            if let Some(size) = plain_size(&file.bytes) {
-                return Ok(Some(Encoded::Jpeg(file, size)));
-            }
+/// The first plain JPEG of a source, if there is one among its first pictures.
+///
+/// # Errors
+/// Those of [`ImageSource::file`].
+pub fn first_jpeg(source: &impl ImageSource) -> Result<Option<Encoded>, DataError> {
+    for index in 0..source.len().min(64) {
+        let Some((file, _)) = source.file(index)? else {
+            continue;
+        };
+        if let Some(size) = plain_size(&file.bytes) {
+            return Ok(Some(Encoded::Jpeg(file, size)));
         }
-        Ok(None)
     }
+    Ok(None)
 }
 
 /// A picture, encoded or not.

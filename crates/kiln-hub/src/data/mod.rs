@@ -37,7 +37,7 @@ pub use augment::{Augment, Normalisation, Pipeline};
 pub use cifar::{Cifar, CifarKind};
 pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
 pub use corpus::{Corpus, CorpusOptions, Document};
-pub use encoded::{Encoded, EncodedBatch, EncodedExample, EncodedImages};
+pub use encoded::{Encoded, EncodedBatch, EncodedExample, EncodedImages, first_jpeg};
 pub use error::DataError;
 pub use folder::ImageFolder;
 pub use loader::{Batches, Collate, Dataset, Loader, LoaderState};

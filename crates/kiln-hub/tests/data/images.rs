@@ -60,7 +60,7 @@ fn encoded_batches_are_those_of_the_host() {
             .unwrap()
             .next();
         assert!(bytes.decode().unwrap() == expected.unwrap().unwrap());
-        let first = encoded.first_jpeg().unwrap();
+        let first = first_jpeg(&source).unwrap();
         assert!(matches!(first, Some(Encoded::Jpeg(_, (50, 40)))), "{first:?}");
     }
     // Twice scaled is no view, so that the host augments.

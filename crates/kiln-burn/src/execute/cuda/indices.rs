@@ -75,8 +75,8 @@ impl Source {
         }
     }
 
-    /// Whether the indices are the same in all runs, given which arguments are. What the step computes may follow
-    /// from floats, scalars and random numbers, too.
+    /// Whether the indices are the same in all runs, given which arguments are. What the step computes may
+    /// follow from floats, scalars and random numbers, too.
     pub(super) fn is_constant(&self, constant: impl Fn(usize) -> bool) -> bool {
         matches!(self, Self::Argument(index) if constant(*index))
     }

@@ -111,8 +111,8 @@ fn together(graph: &Graph, space: &Space, most: i64) -> i64 {
         .unwrap_or(1)
 }
 
-/// How many blocks a multiprocessor has registers for. As many as all of them hold at a time, a wave, fill the
-/// device; more would leave more partial results to the second kernel.
+/// How many blocks a multiprocessor has registers for. As many as all of them hold at a time, a wave, fill
+/// the device; more would leave more partial results to the second kernel.
 fn resident(graph: &Graph, space: &Space) -> i64 {
     // Accumulators, and what is loaded for a column.
     let of_columns = |seen: &&Seen| {

@@ -11,13 +11,47 @@ use super::HostError;
 use super::library::{Kernels, Shape};
 use super::memory::Region;
 use super::{convolution, product};
-use crate::code::{Across, Address, CallKind, Pointer, StepCode};
+use crate::code::{Across, Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
 use crate::convolutions::Task;
 use crate::target::CudaStep;
 
 /// Inputs of at most so many bytes in all are checked for writes after each kernel, larger ones after the
 /// last call only.
 const SMALL_INPUTS: usize = 1 << 20;
+
+/// A step of one kernel, whose arguments are the inputs and then the outputs, of so many bytes.
+pub fn one_kernel(
+    text: FunctionText,
+    grid: [u32; 3],
+    shared_bytes: u32,
+    inputs: Vec<usize>,
+    outputs: Vec<usize>,
+) -> StepCode {
+    let numbered = |all: &[usize]| 0..all.len() as u32;
+    let given = numbered(&inputs).map(|number| Pointer::To(Address::Input(number, 0)));
+    let made = numbered(&outputs).map(|number| Pointer::To(Address::Output(number, 0)));
+    let kind = CallKind::Launch {
+        function: 0,
+        grid,
+        shared_bytes,
+        arguments: given.chain(made).collect(),
+    };
+    StepCode {
+        functions: vec![Function {
+            name: "one".into(),
+            text,
+            guarded: false,
+        }],
+        calls: vec![StepCall {
+            kernel: 0,
+            stage: 0,
+            kind,
+        }],
+        inputs,
+        outputs,
+        ..StepCode::default()
+    }
+}
 
 /// A step whose kernels were built for the host.
 #[derive(Debug)]
