@@ -116,6 +116,21 @@ fn contractions_pools_and_sorts() {
     }
 }
 
+/// The same with larger tensors: panels of several tiles, threads that share them, and what is fused with them.
+#[test]
+fn large_contractions_and_pools() {
+    for (number, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Attention]
+        .into_iter()
+        .enumerate()
+    {
+        let mut config = families(&[family, Family::Pointwise, Family::Reduce, Family::Movement]);
+        config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
+        config.max_elements = 6_000;
+        let (graph, tolerances) = batch(700 + 100 * number as u64, 6, &config);
+        check(&graph, &tolerances, true, &format!("large {family:?}"));
+    }
+}
+
 /// Products of every float type, at shapes with tails on every side: either order of the second operand in
 /// memory, several products of a batch, few rows, a depth that is cut.
 #[test]

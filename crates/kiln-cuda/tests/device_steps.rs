@@ -15,7 +15,7 @@ use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, StepError};
 use kiln_cuda::runtime::Storage;
 use kiln_cuda::testing::host::Differential;
 use kiln_cuda::{CudaError, CudaTarget};
-use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, interpret_f64};
 
 /// The first GPU; a printed reason if there is none.
@@ -261,17 +261,22 @@ fn check_all(gpu: &Arc<Gpu>, graphs: impl Iterator<Item = (String, Graph, Option
     assert_eq!(done, count, "the target refuses graphs");
 }
 
+/// Elements of the largest tensor of most random graphs.
+const SMALL: usize = 120;
+
 fn random(
     families: &[Family],
-    seeds: std::ops::Range<u64>,
+    max_elements: usize,
+    range: std::ops::Range<u64>,
 ) -> impl Iterator<Item = (String, Graph, Option<Vec<f64>>)> {
     let mut config = GraphConfig {
         families: families.to_vec(),
+        max_elements,
         ..GraphConfig::default()
     };
     config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
     let name = format!("{families:?}");
-    seeds.map(move |seed| {
+    seeds(range).map(move |seed| {
         let made = random_graph(seed, &config);
         (format!("{name} {seed}"), made.graph, Some(made.tolerances))
     })
@@ -303,13 +308,13 @@ fn nests() {
         Family::Index,
         Family::Random,
     ];
-    check_all(&gpu, random(&families, 0..40));
+    check_all(&gpu, random(&families, SMALL, 0..40));
 }
 
 #[test]
 fn products() {
     let Some(gpu) = gpu() else { return };
-    check_all(&gpu, random(&[Family::Dot, Family::Pointwise], 100..130));
+    check_all(&gpu, random(&[Family::Dot, Family::Pointwise], SMALL, 100..130));
 }
 
 #[test]
@@ -317,20 +322,43 @@ fn images() {
     let Some(gpu) = gpu() else { return };
     check_all(
         &gpu,
-        random(&[Family::Conv, Family::Pool, Family::Pointwise], 200..240),
+        random(&[Family::Conv, Family::Pool, Family::Pointwise], SMALL, 200..240),
     );
 }
 
 #[test]
 fn sorts() {
     let Some(gpu) = gpu() else { return };
-    check_all(&gpu, random(&[Family::Sort, Family::Pointwise], 300..320));
+    check_all(&gpu, random(&[Family::Sort, Family::Pointwise], SMALL, 300..320));
 }
 
 #[test]
 fn attention() {
     let Some(gpu) = gpu() else { return };
-    check_all(&gpu, random(&[Family::Attention, Family::Pointwise], 400..430));
+    check_all(
+        &gpu,
+        random(&[Family::Attention, Family::Pointwise], SMALL, 400..430),
+    );
+}
+
+/// Several blocks, whole vectors, long rows, and what is fused with kernels of several tiles.
+#[test]
+fn larger_tensors() {
+    let Some(gpu) = gpu() else { return };
+    let beside = [Family::Pointwise, Family::Reduce, Family::Movement];
+    let kernels = [
+        Family::Index,
+        Family::Dot,
+        Family::Conv,
+        Family::Pool,
+        Family::Attention,
+        Family::Sort,
+    ];
+    for (number, family) in kernels.into_iter().enumerate() {
+        let families = [&beside[..], &[family]].concat();
+        let first = 500 + 100 * number as u64;
+        check_all(&gpu, random(&families, 10_000, first..first + 8));
+    }
 }
 
 #[test]
@@ -359,4 +387,17 @@ fn a_step_of_one_rank_computes_through_nccl() {
         return %next (alias 0), %root, %counts
     }";
     check(&gpu, &Graph::parse(text).unwrap(), None).unwrap().unwrap();
+}
+
+#[test]
+fn zz_print() {
+    for seed in std::env::var("ZZ").unwrap().split(',') {
+        for (name, graph, _) in random(
+            &[Family::Conv, Family::Pool, Family::Pointwise],
+            SMALL,
+            seed.parse().unwrap()..seed.parse::<u64>().unwrap() + 1,
+        ) {
+            println!("{name}\n{graph}");
+        }
+    }
 }

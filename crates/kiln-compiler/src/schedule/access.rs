@@ -3,7 +3,8 @@
 use kiln_graph::op::{Dims, DotDims, Op};
 use kiln_graph::{Graph, NodeData, Value};
 
-use super::layout::{Layouts, join, position};
+use super::Buffer;
+use super::layout::{Layouts, join, position, strides};
 use crate::index::{Index, Var, coordinates, linear};
 
 /// The first variable among `candidates` along which every position is contiguous or constant, and some are
@@ -104,6 +105,17 @@ pub struct Strided {
     pub offset: i64,
     /// Elements between neighbours, for each dimension of the value (0 where it repeats).
     pub strides: Vec<i64>,
+}
+
+/// The window on one of the buffers in `reads` through which a kernel reads `operand`, which is one of them if it
+/// is no window on another.
+pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
+    let stop = |value: Value| reads.contains(&Buffer::Value(value));
+    strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
+        base: operand,
+        offset: 0,
+        strides: strides(graph.shape(operand), layouts.get(&operand)),
+    })
 }
 
 /// Follows movements from `value` to the stored value behind it, as long as the result is a strided window.

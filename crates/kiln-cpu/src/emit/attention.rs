@@ -1,11 +1,12 @@
 //! Attention and its gradient through the template of [`crate::kernels::attention`].
 
+use kiln_compiler::schedule::access::window;
 use kiln_compiler::schedule::layout::strides;
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{AttentionDims, AttentionOperands, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::contract::{pointer, storage, window};
+use super::contract::{pointer, storage};
 use super::nest::Argument;
 use super::{Call, EmitOptions};
 use crate::kernels::attention::{self, AttentionSpec, Extents, Gradients, Skips, View};

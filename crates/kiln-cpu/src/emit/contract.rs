@@ -4,9 +4,9 @@
 //! so transposes, slices, head splits and repeated heads cost nothing. Convolutions and pools are
 //! [`super::image`]'s; everything else is the plain loops of [`super::library`].
 
-use kiln_compiler::schedule::access::{Strided, side, strided};
+use kiln_compiler::schedule::access::{side, window};
 use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
-use kiln_compiler::schedule::layout::{Layouts, product_strides, strides};
+use kiln_compiler::schedule::layout::{product_strides, strides};
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::prologue::{PRODUCT, Prologue};
 use kiln_compiler::schedule::{Buffer, Kernel};
@@ -22,21 +22,6 @@ use crate::kernels;
 use crate::kernels::Param;
 use crate::kernels::element::Storage;
 use crate::kernels::gemm::{self, Axis, Epilogue, GemmSpec, Operand, TileCode};
-
-/// The window on one of the buffers in `reads` through which a library kernel reads `operand`.
-pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
-    let stop = |value: Value| reads.contains(&Buffer::Value(value));
-    strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
-        base: operand,
-        offset: 0,
-        strides: graph
-            .shape(operand)
-            .strides()
-            .iter()
-            .map(|&stride| stride as i64)
-            .collect(),
-    })
-}
 
 /// The calls for a library kernel; none if the operation has no template here.
 pub fn generate(

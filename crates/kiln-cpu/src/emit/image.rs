@@ -4,14 +4,14 @@
 //! [`crate::kernels::pool`]; missing dimensions get extents of one. Images are read and written in the
 //! layout that the scheduler chose for them.
 
-use kiln_compiler::schedule::access::Strided;
+use kiln_compiler::schedule::access::{Strided, window};
 use kiln_compiler::schedule::layout::{Layouts, strides};
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{ConvDims, Op, Window};
 use kiln_graph::{Graph, Node, Value};
 
 use super::Call;
-use super::contract::{Sources, pointer, storage, window};
+use super::contract::{Sources, pointer, storage};
 use super::expressions::memory_type;
 use super::nest::Argument;
 use super::nest::prologue::Operand as Computed;

@@ -11,7 +11,8 @@ mod pooling;
 use std::fmt::Write as _;
 
 use kiln_compiler::schedule::Buffer;
-use kiln_compiler::schedule::layout::Layouts;
+use kiln_compiler::schedule::access::window;
+use kiln_compiler::schedule::layout::{Layouts, strides};
 use kiln_graph::op::{ArgReduceOp, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Shape, Value};
 
@@ -71,7 +72,11 @@ impl Text {
 
 /// `prefix0 * stride0 + ..` for row-major extents.
 fn position(prefix: &str, shape: &[usize]) -> String {
-    let strides = Shape::from(shape).strides();
+    spaced(prefix, &strides(&Shape::from(shape), None))
+}
+
+/// `prefix0 * stride0 + ..`.
+fn spaced(prefix: &str, strides: &[i64]) -> String {
     let terms: Vec<String> = strides
         .iter()
         .enumerate()
@@ -125,6 +130,12 @@ impl<'a> Writer<'a> {
         self.graph.shape(self.graph.node(self.node).outputs[0]).dims()
     }
 
+    /// Elements between neighbours of the result, in the layout it is stored in.
+    fn out_strides(&self, layouts: &Layouts) -> Vec<i64> {
+        let out = self.graph.node(self.node).outputs[0];
+        strides(self.graph.shape(out), layouts.get(&out))
+    }
+
     fn dtype(&self, input: usize) -> DType {
         self.graph.dtype(self.graph.node(self.node).inputs[input])
     }
@@ -163,7 +174,7 @@ pub fn generate(graph: &Graph, node: Node, reads: &[Buffer], layouts: &Layouts) 
     let launch = match &data.op {
         _ if data.outputs.iter().all(|&v| graph.ty(v).numel() == 0) => return Some(Vec::new()),
         Op::Reduce { op, .. } => fill(w, &c::neutral(*op, data_dtype(graph, node))),
-        Op::Concat { axis } => return Some(concat(graph, node, *axis)),
+        Op::Concat { axis } => return Some(concat(graph, node, *axis, layouts)),
         Op::ArgReduce { op, axis, .. } => arg_reduce(w, *op, *axis),
         Op::Cumulative { op, axis } => cumulative(w, *op, *axis),
         Op::Pad { low, .. } => pad(w, low),
@@ -206,20 +217,20 @@ fn fill(w: Writer, value: &str) -> Launch {
 }
 
 /// Copies each operand that has elements to its place.
-fn concat(graph: &Graph, node: Node, axis: usize) -> Vec<Launch> {
+fn concat(graph: &Graph, node: Node, axis: usize, layouts: &Layouts) -> Vec<Launch> {
     let data = graph.node(node);
     let mut start = 0;
     let mut launches = Vec::new();
     for at in 0..data.inputs.len() {
         let w = Writer::new(graph, node);
         let shape = w.shape(at);
-        let out = w.out_shape();
+        let to = w.out_strides(layouts);
         let n: usize = shape.iter().product();
         if n > 0 {
             launches.push(w.task(n, 1, |_, t| {
                 t.split("i", "i", shape);
-                let offset = start * Shape::from(out).strides()[axis];
-                t.line(format!("out0[{} + {offset}] = in{at}[i];", position("i", out)));
+                let offset = start as i64 * to[axis];
+                t.line(format!("out0[{} + {offset}] = in{at}[i];", spaced("i", &to)));
             }));
         }
         start += shape[axis];
@@ -307,8 +318,8 @@ fn dot(mut w: Writer, reads: &[Buffer], layouts: &Layouts) -> Launch {
     let Op::DotGeneral(dims) = &data.op else {
         unreachable!("called for dot_general")
     };
-    let a = super::contract::window(w.graph, layouts, data.inputs[0], reads);
-    let b = super::contract::window(w.graph, layouts, data.inputs[1], reads);
+    let a = window(w.graph, layouts, data.inputs[0], reads);
+    let b = window(w.graph, layouts, data.inputs[1], reads);
     let (sa, sb) = (w.shape(0), w.shape(1));
     let free_a = kiln_graph::op::DotDims::free(sa.len(), &dims.a_batch, &dims.a_contract);
     let free_b = kiln_graph::op::DotDims::free(sb.len(), &dims.b_batch, &dims.b_contract);
@@ -347,7 +358,8 @@ fn dot(mut w: Writer, reads: &[Buffer], layouts: &Layouts) -> Launch {
         for _ in &dims.a_contract {
             t.close();
         }
-        t.line(format!("put_{}(out0 + i, sum);", w.out_dtype()));
+        let to = spaced("i", &w.out_strides(layouts));
+        t.line(format!("put_{}(out0 + {to}, sum);", w.out_dtype()));
     })
 }
 

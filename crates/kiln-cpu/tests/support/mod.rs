@@ -8,7 +8,7 @@ use kiln_cpu::{
     AlignedBuffer, BuildOptions, Cache, CpuExecutable, CpuStep, CpuTarget, NoHooks, StepError, StepHooks,
     ThreadPool, Toolchain,
 };
-use kiln_graph::testing::{GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::testing::{GraphConfig, difference, random_arguments, random_graph, seeds};
 use kiln_graph::{Graph, HostTensor, Op, Provenance, Scalar, Value, interpret_f64};
 
 /// How a test compiles.
@@ -62,7 +62,7 @@ pub fn build_with(
 pub fn batch(first_seed: u64, count: u64, config: &GraphConfig) -> (Graph, Vec<f64>) {
     let mut whole = Graph::new("random");
     let mut tolerances = Vec::new();
-    for seed in first_seed..first_seed + count {
+    for seed in seeds(first_seed..first_seed + count) {
         let random = random_graph(seed, config);
         append(&mut whole, &random.graph);
         tolerances.extend(random.tolerances);

@@ -8,12 +8,11 @@
 use std::fmt::{Display, Write};
 
 use kiln_compiler::schedule::Kernel;
-use kiln_compiler::schedule::access::Strided;
+use kiln_compiler::schedule::access::{Strided, window};
 use kiln_compiler::schedule::layout::{join, strides};
 use kiln_graph::{DType, Graph, Value};
 
 use super::expressions::memory_type;
-use super::product::window;
 use super::{Argument, EmitOptions, Launch};
 use crate::code::FunctionText;
 

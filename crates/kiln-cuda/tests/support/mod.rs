@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use kiln_compiler::{CompileError, Options};
 use kiln_cuda::testing::host::Differential;
-use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
 use kiln_graph::{Graph, Op, Provenance, Value};
 
 /// Random graphs that the target computes, as one step: a run of the compiler each would be most of the time.
@@ -22,15 +22,15 @@ pub struct Batch {
 }
 
 impl Batch {
-    /// The random graphs of `seeds`.
-    pub fn new(seeds: Range<u64>, config: &GraphConfig, options: &Options) -> Self {
+    /// The random graphs of `range`, as [`seeds`] moves it.
+    pub fn new(range: Range<u64>, config: &GraphConfig, options: &Options) -> Self {
         let mut batch = Self {
             graph: Graph::new("random"),
             tolerances: Vec::new(),
             seeds: Vec::new(),
             refused: Vec::new(),
         };
-        for seed in seeds {
+        for seed in seeds(range) {
             let random = random_graph(seed, config);
             let mut alone = Differential::new(&random.graph);
             alone.options = options.clone();

@@ -16,6 +16,8 @@ mod build;
 mod kernels;
 mod simple;
 
+use std::ops::Range;
+
 use proptest::prelude::{Strategy, any};
 
 use crate::op::AttentionDims;
@@ -131,6 +133,22 @@ pub struct RandomGraph {
     /// For each output, the absolute difference from [`crate::interpret_f64`] that rounding may explain in
     /// any element; 0 where the result is exact (integers, moved arguments).
     pub tolerances: Vec<f64>,
+}
+
+/// `seeds`, or where `KILN_TEST_SEED` is set, those that many further on: other random graphs than those that
+/// every run of a test draws.
+///
+/// # Panics
+/// Panics if the variable is not a number.
+pub fn seeds(seeds: Range<u64>) -> Range<u64> {
+    match std::env::var("KILN_TEST_SEED") {
+        Ok(text) => {
+            let first: u64 = text.parse().expect("KILN_TEST_SEED is a number");
+            let first = first + seeds.start;
+            first..first + (seeds.end - seeds.start)
+        }
+        Err(_) => seeds,
+    }
 }
 
 /// A random graph, the same for the same seed and configuration.

@@ -29,11 +29,11 @@ mod transfer;
 mod weight;
 
 use kiln_compiler::schedule::Kernel;
+use kiln_compiler::schedule::access::window;
 use kiln_graph::op::{ConvDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
 use super::image::{Image, Template, spatial};
-use super::product::window;
 use super::{Argument, Call, EmitOptions, KernelCode, Launch};
 use crate::convolutions::Task;
 

@@ -23,9 +23,9 @@ mod pieces;
 mod tiles;
 pub mod warpgroups;
 
-use kiln_compiler::schedule::access::{Strided, strided};
+use kiln_compiler::schedule::Kernel;
+use kiln_compiler::schedule::access::window;
 use kiln_compiler::schedule::layout::{Layouts, strides};
-use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::op::{DotDims, Op, ReduceOp};
 use kiln_graph::{DType, Graph, Node, Value};
 
@@ -72,16 +72,6 @@ fn code(graph: &Graph, frame: &Frame, options: &EmitOptions<'_>) -> KernelCode {
         };
     }
     KernelCode::launches([tiles::launch(frame)])
-}
-
-/// The window on one of the buffers in `reads` through which a kernel reads `operand`.
-pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
-    let stop = |value: Value| reads.contains(&Buffer::Value(value));
-    strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {
-        base: operand,
-        offset: 0,
-        strides: strides(graph.shape(operand), layouts.get(&operand)),
-    })
 }
 
 /// A dimension of a product: its extent, and the elements between neighbours.
