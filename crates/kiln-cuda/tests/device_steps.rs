@@ -388,16 +388,3 @@ fn a_step_of_one_rank_computes_through_nccl() {
     }";
     check(&gpu, &Graph::parse(text).unwrap(), None).unwrap().unwrap();
 }
-
-#[test]
-fn zz_print() {
-    for seed in std::env::var("ZZ").unwrap().split(',') {
-        for (name, graph, _) in random(
-            &[Family::Conv, Family::Pool, Family::Pointwise],
-            SMALL,
-            seed.parse().unwrap()..seed.parse::<u64>().unwrap() + 1,
-        ) {
-            println!("{name}\n{graph}");
-        }
-    }
-}

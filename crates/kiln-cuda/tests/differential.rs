@@ -5,6 +5,7 @@ mod common;
 mod support;
 
 use kiln_compiler::Options;
+use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::StepCode;
 use kiln_cuda::testing::host::{Differential, HostStep, Outcome, differential};
@@ -87,11 +88,15 @@ fn not_a_number_and_negative_zero() {
 
 /// `count` graphs with operations of `family`, of which none may be refused.
 fn family(family: Family, count: u64) {
+    let options = Options::default();
+    batch_of(family, count).check(&format!("{family:?}"), &options);
+}
+
+fn batch_of(family: Family, count: u64) -> Batch {
     let mut config = families(&[family, Family::Pointwise]);
     config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
-    let options = Options::default();
     let first = 100 * family as u64;
-    Batch::new(first..first + count, &config, &options).check(&format!("{family:?}"), &options);
+    Batch::new(first..first + count, &config, &Options::default())
 }
 
 #[test]
@@ -102,6 +107,16 @@ fn products() {
 #[test]
 fn convolutions() {
     family(Family::Conv, 12);
+}
+
+/// What surrounds the calls of cuDNN, whose place plain loops take on the host.
+#[test]
+fn convolutions_of_the_library() {
+    let target = CudaTarget {
+        cudnn: true,
+        ..CudaTarget::default()
+    };
+    batch_of(Family::Conv, 12).check_on(target, "in the library", &Options::default());
 }
 
 #[test]

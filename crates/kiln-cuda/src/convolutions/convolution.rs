@@ -94,6 +94,16 @@ impl Convolution {
         self.x.extents[1] / self.w.extents[1].max(1)
     }
 
+    /// Whether it has three spatial dimensions, and an image's channels are no whole vectors of 16 bytes.
+    pub(super) fn is_narrow_volume(&self) -> bool {
+        let groups = self.groups().max(1);
+        let is_whole = |image: &Tensor| {
+            let channels = usize::try_from(image.extents[1] / groups).unwrap_or(0);
+            (channels * image.number.bytes()).is_multiple_of(16)
+        };
+        self.stride.len() == 3 && !(is_whole(&self.x) && is_whole(&self.y))
+    }
+
     /// Multiplications, each with an addition.
     pub fn multiplications(&self) -> f64 {
         let window: usize = self.w.elements() / usize::try_from(self.w.extents[0]).unwrap_or(1).max(1);

@@ -33,6 +33,20 @@ pub fn convolutions() -> Vec<(&'static str, Convolution)> {
             },
         ),
         (
+            "a flat image with zeros behind it",
+            Convolution {
+                images: 2,
+                channels: [5, 12],
+                groups: 1,
+                input: &[1, 6, 5],
+                window: &[1, 3, 2],
+                stride: &[1, 2, 1],
+                low: &[0, 1, 0],
+                high: &[2, 1, 1],
+                dilation: &[1, 1, 2],
+            },
+        ),
+        (
             "one channel",
             Convolution {
                 low: &[1, 1],

@@ -5,6 +5,7 @@
 use std::ops::Range;
 
 use kiln_compiler::{CompileError, Options};
+use kiln_cuda::CudaTarget;
 use kiln_cuda::testing::host::Differential;
 use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
 use kiln_graph::{Graph, Op, Provenance, Value};
@@ -51,8 +52,14 @@ impl Batch {
 
     /// Compares with the interpreter. No graph may have been refused.
     pub fn check(&self, what: &str, options: &Options) {
+        self.check_on(CudaTarget::default(), what, options);
+    }
+
+    /// [`Self::check`] for another target.
+    pub fn check_on(&self, target: CudaTarget, what: &str, options: &Options) {
         let mut whole = Differential::new(&self.graph).tolerances(&self.tolerances);
         whole.options = options.clone();
+        whole.target = target;
         if let Err(error) = whole.check() {
             panic!("{what}: {error}\n(output of seeds {})", self.outputs());
         }

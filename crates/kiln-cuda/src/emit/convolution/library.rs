@@ -68,8 +68,13 @@ pub fn generate(
         true => Format::ChannelsFirst,
         false => Format::ChannelsLast,
     };
-    let dimensions = if convolution.x.extents[0] == 1 && convolution.window[0] == 1 && convolution.low[0] == 0
-    {
+    // Zeros behind a flat image make the result deep.
+    let depths = [
+        convolution.x.extents[0],
+        convolution.y.extents[0],
+        convolution.window[0],
+    ];
+    let dimensions = if depths == [1; 3] && convolution.low[0] == 0 {
         2
     } else {
         3
