@@ -132,6 +132,19 @@ fn working_memory_and_compilation_are_limited() {
     assert_eq!(take(&all), "cudnnBackendExecute engine 3");
     // With nothing else, one that compiles does.
     assert_eq!(take(&all[..3]), "cudnnBackendExecute engine 1");
+    // But not where channels are no whole vectors.
+    let mut narrow = convolution.clone();
+    for tensor in [&mut narrow.x, &mut narrow.w] {
+        tensor.extents[1] = 2;
+        tensor.strides = vec![
+            2 * tensor.extents[2] * tensor.extents[3],
+            1,
+            2 * tensor.extents[3],
+            2,
+        ];
+    }
+    assert!(chosen(&all[..3], &narrow, limits).is_err());
+    assert!(chosen(&all, &narrow, limits).is_ok());
 }
 
 #[test]

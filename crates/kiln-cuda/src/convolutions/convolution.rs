@@ -94,14 +94,14 @@ impl Convolution {
         self.x.extents[1] / self.w.extents[1].max(1)
     }
 
-    /// Whether it has three spatial dimensions, and an image's channels are no whole vectors of 16 bytes.
-    pub(super) fn is_narrow_volume(&self) -> bool {
+    /// Whether a group's channels of one of the images are no whole vectors of 16 bytes.
+    pub(super) fn is_narrow(&self) -> bool {
         let groups = self.groups().max(1);
         let is_whole = |image: &Tensor| {
             let channels = usize::try_from(image.extents[1] / groups).unwrap_or(0);
             (channels * image.number.bytes()).is_multiple_of(16)
         };
-        self.stride.len() == 3 && !(is_whole(&self.x) && is_whole(&self.y))
+        !(is_whole(&self.x) && is_whole(&self.y))
     }
 
     /// Multiplications, each with an addition.

@@ -10,8 +10,8 @@
 //!
 //! Engines whose kernels the library compiles when it makes a plan come last, because such a plan takes up
 //! to a second to make. The search tries them only where no other engine computes the convolution, such as
-//! one of 16-bit operands with a result of f32. It leaves them alone for volumes of few channels: in one
-//! such kernel (cuDNN 9, f16, two channels) a load was misaligned, which ends all work on the device.
+//! one of 16-bit operands with a result of f32. It leaves them alone where channels are no whole vectors: in
+//! two such kernels (cuDNN 9, two channels of 16 bits) a load was misaligned, which ends all work on the device.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -244,7 +244,7 @@ impl Convolver {
             }
         }
         let mut made = self.make(handle, convolution, &plain, false, limits)?;
-        if (made.is_empty() || limits.compiling) && !convolution.is_narrow_volume() {
+        if (made.is_empty() || limits.compiling) && !convolution.is_narrow() {
             made.extend(self.make(handle, convolution, &compiling, true, limits)?);
         }
         match made.is_empty() {
