@@ -22,7 +22,8 @@
 //! ```
 //!
 //! A factor that is infinite or zero then multiplies the whole sum and not its elements: `sum(x) * inf` may
-//! be infinite where an element `0 * inf` would have made the sum NaN.
+//! be infinite where an element `0 * inf` would have made the sum NaN. Likewise a sum of elements near the end
+//! of the range of f32 overflows before a small factor makes it less.
 //!
 //! The last form needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES`
 //! elements of the channel, spread over images and places. Cancellation loses `1 + (t / deviation)^2` times

@@ -18,6 +18,7 @@ mod indices;
 mod layouts;
 mod loss_scale;
 mod models;
+mod residual;
 mod shapes;
 mod shapes_bert;
 mod shapes_marked;
