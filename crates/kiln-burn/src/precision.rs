@@ -11,9 +11,9 @@ thread_local! {
 /// compiled with autocast ([`crate::CompileOptions::with_autocast`]). Without autocast this changes
 /// nothing.
 ///
-/// A loss is f32 without it. It is of use for sums that many small changes add up in, such as the residual
-/// stream of a deep network whose branches are scaled down: in 16 bits changes of less than half a unit of the
-/// last place (0.2 to 0.4 % of the sum in bf16) are lost.
+/// Losses are f32 anyway. Put sums here in which many small changes add up, such as the residual stream of a
+/// deep network whose branches are scaled down: in 16 bits changes of less than half a unit of the sum's last
+/// place (0.2 to 0.4 % of the sum in bf16) are lost.
 ///
 /// ```
 /// let five = kiln_burn::full_precision(|| 2 + 3);

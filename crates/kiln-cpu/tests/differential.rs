@@ -116,7 +116,7 @@ fn contractions_pools_and_sorts() {
     }
 }
 
-/// The same with larger tensors: panels of several tiles, threads that share them, and what is fused with them.
+/// The same with larger tensors: panels of several tiles, threads that share panels, and fused neighbours.
 #[test]
 fn large_contractions_and_pools() {
     for (number, family) in [Family::Dot, Family::Conv, Family::Pool, Family::Attention]

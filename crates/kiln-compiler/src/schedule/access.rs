@@ -107,8 +107,8 @@ pub struct Strided {
     pub strides: Vec<i64>,
 }
 
-/// The window on one of the buffers in `reads` through which a kernel reads `operand`, which is one of them if it
-/// is no window on another.
+/// The window on one of the buffers in `reads` through which a kernel reads `operand`. An operand that is a
+/// window on none of them has a buffer of its own.
 pub fn window(graph: &Graph, layouts: &Layouts, operand: Value, reads: &[Buffer]) -> Strided {
     let stop = |value: Value| reads.contains(&Buffer::Value(value));
     strided(graph, layouts, operand, &stop).unwrap_or_else(|| Strided {

@@ -135,20 +135,16 @@ pub struct RandomGraph {
     pub tolerances: Vec<f64>,
 }
 
-/// `seeds`, or where `KILN_TEST_SEED` is set, those that many further on: other random graphs than those that
-/// every run of a test draws.
+/// `seeds`, moved by `KILN_TEST_SEED` where that is set: other random graphs than every run of a test draws.
 ///
 /// # Panics
 /// Panics if the variable is not a number.
 pub fn seeds(seeds: Range<u64>) -> Range<u64> {
-    match std::env::var("KILN_TEST_SEED") {
-        Ok(text) => {
-            let first: u64 = text.parse().expect("KILN_TEST_SEED is a number");
-            let first = first + seeds.start;
-            first..first + (seeds.end - seeds.start)
-        }
-        Err(_) => seeds,
-    }
+    let by: u64 = match std::env::var("KILN_TEST_SEED") {
+        Ok(text) => text.parse().expect("KILN_TEST_SEED is a number"),
+        Err(_) => 0,
+    };
+    seeds.start + by..seeds.end + by
 }
 
 /// A random graph, the same for the same seed and configuration.

@@ -1,12 +1,11 @@
-//! A long residual stream under autocast: kept in 16 bits it loses updates that are smaller than its rounding,
-//! and inside `full_precision` it does not.
+//! A long residual stream under autocast: kept in 16 bits it loses updates that are smaller than its
+//! rounding, and inside `full_precision` it does not.
 
 use burn::tensor::activation::tanh;
 use burn::tensor::{DType, Tensor};
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice};
 
-/// How far the state has come after a hundred steps that each change it by half a percent, and the mean of its
-/// squares. `add` makes one step of both parts.
+/// The mean of a state's squares after a hundred steps, each of which `add` makes of the state and a change.
 fn walk(dtype: Option<DType>, add: impl Fn(Tensor<Kiln, 2>, Tensor<Kiln, 2>) -> Tensor<Kiln, 2>) -> f32 {
     let device = KilnDevice::cpu();
     let options = CompileOptions::default().with_backend(CompileBackend::Cpu);
