@@ -4,9 +4,10 @@
 mod behind;
 mod common;
 
-use std::fs;
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::{env, fs};
 
 use kiln_compiler::{CompileError, Options};
 use kiln_cuda::emit::product::padded::Padding;
@@ -264,17 +265,21 @@ fn check_all(gpu: &Arc<Gpu>, graphs: impl Iterator<Item = (String, Graph, Option
 /// Elements of the largest tensor of most random graphs.
 const SMALL: usize = 120;
 
+fn random_config(families: &[Family], max_elements: usize) -> GraphConfig {
+    GraphConfig {
+        families: families.to_vec(),
+        max_elements,
+        floats: vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16],
+        ..GraphConfig::default()
+    }
+}
+
 fn random(
     families: &[Family],
     max_elements: usize,
     range: std::ops::Range<u64>,
 ) -> impl Iterator<Item = (String, Graph, Option<Vec<f64>>)> {
-    let mut config = GraphConfig {
-        families: families.to_vec(),
-        max_elements,
-        ..GraphConfig::default()
-    };
-    config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
+    let config = random_config(families, max_elements);
     let name = format!("{families:?}");
     seeds(range).map(move |seed| {
         let made = random_graph(seed, &config);
@@ -339,6 +344,40 @@ fn attention() {
         &gpu,
         random(&[Family::Attention, Family::Pointwise], SMALL, 400..430),
     );
+}
+
+/// A step of nine branches, one of whose kernels uses local memory. Without an order of its own that kernel fails
+/// where other processes use the GPU.
+#[test]
+fn a_step_of_many_branches() {
+    let Some(gpu) = gpu() else { return };
+    let config = random_config(&[Family::Attention, Family::Pointwise], SMALL);
+    let made = random_graph(210_446, &config);
+    for _ in 0..10 {
+        check(&gpu, &made.graph, Some(&made.tolerances)).unwrap();
+    }
+}
+
+#[test]
+fn ten_processes_share_a_gpu() {
+    if gpu().is_none() {
+        return;
+    }
+    let child = || {
+        let mut command = Command::new(env::current_exe().unwrap());
+        command.args(["--exact", "a_step_of_many_branches"]);
+        command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<Child> = (0..10).map(|_| child()).collect();
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{said}");
+    }
 }
 
 /// Several blocks, whole vectors, long rows, and what is fused with kernels of several tiles.

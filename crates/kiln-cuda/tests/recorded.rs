@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kiln_cuda::CudaError;
 use kiln_cuda::runtime::{
-    Arguments, Device, GraphBuilder, Kernel, Launch, Module, Parcel, Pinned, Storage, Stream,
+    Arguments, Device, GraphBuilder, Kernel, Launch, Module, Node, Parcel, Pinned, Storage, Stream,
 };
 use kiln_cuda::testing::FakeDriver;
 
@@ -43,6 +43,11 @@ fn launch(kernel: &Kernel, storage: &Arc<Storage>) -> Launch {
 
 /// What a test has captured.
 type Call<'a> = dyn FnOnce(&Stream) -> kiln_cuda::Result<()> + 'a;
+
+/// The number of the node that a call added.
+fn number(call: &str) -> usize {
+    call.split_whitespace().nth(2).unwrap().parse().unwrap()
+}
 
 /// Position of the first line that starts with `start`.
 fn place(calls: &[String], start: &str) -> usize {
@@ -379,7 +384,6 @@ fn a_graph_has_the_edges_it_was_given() {
         .iter()
         .filter(|call| call.starts_with("cuGraphAdd"))
         .collect();
-    let number = |line: &str| line.split_whitespace().nth(2).unwrap().parse::<usize>().unwrap();
     let [zeros, first, copy, both, last] = nodes[..] else {
         panic!("{calls:#?}")
     };
@@ -502,6 +506,79 @@ fn a_capture_that_fails_ends_and_says_why() {
             .contains("the last launch was graph `step` of 1 nodes"),
         "{error}"
     );
+}
+
+/// With other processes on the device, kernels with local memory fail beside other branches of a graph.
+#[test]
+fn a_kernel_with_local_memory_runs_alone() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    fake.declare("spilling", &[8, 8, 4]);
+    fake.use_local_memory("spilling", 64);
+    let spilling = Module::load(&device, "sums", b"machine code")
+        .unwrap()
+        .kernel("spilling")
+        .unwrap();
+    assert_eq!(
+        (kernel.usage().local_bytes, spilling.usage().local_bytes),
+        (0, 64)
+    );
+    let storage = Arc::new(Storage::allocate(&stream, 64).unwrap());
+    let mut graph = GraphBuilder::new(&device, "step").unwrap();
+    fake.calls();
+    let mut add = |kernel: &Kernel, after: &[Node]| {
+        // SAFETY: the fake driver runs nothing.
+        unsafe { graph.kernel(after, &launch(kernel, &storage)) }.unwrap()
+    };
+    let first = add(&kernel, &[]);
+    add(&kernel, &[first]);
+    add(&kernel, &[]);
+    let alone = add(&spilling, &[first]);
+    let behind = add(&kernel, &[first]);
+    add(&kernel, &[]);
+    add(&kernel, &[first, behind]);
+    add(&spilling, &[alone]);
+    let free = graph.copy(&[first], &storage, 0..16, &storage, 32).unwrap();
+    let call = |stream: &Stream| {
+        // SAFETY: the fake driver runs nothing.
+        unsafe { stream.launch(&launch(&kernel, &storage)) }
+    };
+    graph.capture(&[first], &[&storage], call).unwrap();
+    graph.join(&[free, first]).unwrap();
+
+    let calls = fake.calls();
+    let nodes: Vec<&String> = calls
+        .iter()
+        .filter(|call| call.starts_with("cuGraphAdd") || call.starts_with("cuStreamBeginCaptureToGraph"))
+        .collect();
+    let numbers: Vec<usize> = nodes.iter().map(|call| number(call)).collect();
+    // The edges of each node, by what is wanted and why.
+    let edges: [(usize, &[usize]); 11] = [
+        (0, &[]),
+        (1, &[0]),
+        (2, &[]),
+        // Whatever nothing comes after, and what was asked for.
+        (3, &[0, 1, 2]),
+        // Behind it.
+        (4, &[0, 3]),
+        (5, &[3]),
+        // By its second edge.
+        (6, &[0, 4]),
+        // Not 4, which 6 comes after.
+        (7, &[3, 5, 6]),
+        (8, &[0, 7]),
+        (9, &[0, 7]),
+        (10, &[0, 8]),
+    ];
+    assert_eq!(nodes.len(), edges.len(), "{nodes:#?}");
+    for (node, before) in edges {
+        let before: Vec<usize> = before.iter().map(|&node| numbers[node]).collect();
+        assert!(
+            nodes[node].ends_with(&format!("after {before:?}")),
+            "{} wants {before:?}",
+            nodes[node]
+        );
+    }
 }
 
 #[test]

@@ -7,7 +7,8 @@
 //!
 //! Start the program with `CUDA_DEVICE_MAX_CONNECTIONS=32` in its environment, or set it ([`QUEUES`],
 //! [`ENOUGH_QUEUES`]) before anything else: with the 8 queues to a GPU that a process has otherwise, files
-//! are not decoded before the step that runs is over.
+//! are not decoded before the step that runs is over. A GPU that many processes share is the faster for it if
+//! only those that decode set the variable.
 //!
 //! ```no_run
 //! use burn_autodiff::Autodiff;

@@ -18,6 +18,7 @@ mod log;
 mod profile;
 mod progress;
 mod ranks;
+mod settings;
 mod trainer;
 mod utilization;
 
@@ -34,7 +35,7 @@ use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
 use crate::architecture::Architecture;
-use crate::args::{EvalArguments, TrainArguments, autocast_name, parse_autocast, parse_weights};
+use crate::args::{EvalArguments, TrainArguments, parse_autocast, parse_weights};
 use crate::config::Config;
 use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
@@ -48,6 +49,8 @@ pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
 use ranks::Ranks;
 pub use ranks::{divides, threads};
+use settings::Settings;
+pub use settings::decodes_on_device;
 use trainer::{Loss, SavedState};
 pub use trainer::{Setting, Together, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
@@ -64,31 +67,7 @@ static STOP: AtomicBool = AtomicBool::new(false);
 /// Everything that can be wrong with a config, its data and its checkpoints, each as a [`CliError`] that says
 /// what to do.
 pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
-    let (folder, from) = match &arguments.resume {
-        Some(place) => {
-            let (folder, from) = locate(place)?;
-            (Some(folder), from)
-        }
-        None => (None, None),
-    };
-    let mut config = match (&arguments.config, &folder) {
-        (Some(path), _) => Config::read(path, &arguments.set)?,
-        (None, Some(folder)) => Config::read(&folder.join("config.toml"), &arguments.set)?,
-        (None, None) => return Err(CliError::Usage("give --config FILE, or --resume DIR".to_owned())),
-    };
-    config.train.steps = arguments.steps.unwrap_or(config.train.steps);
-    if let Some(backend) = arguments.backend {
-        config.train.backend = backend.name().to_owned();
-    }
-    if let Some(device) = &arguments.device {
-        config.train.device.clone_from(device);
-    }
-    if let Some(dtype) = arguments.autocast {
-        config.train.autocast = autocast_name(dtype).to_owned();
-    }
-    if let Some(weights) = &arguments.weights {
-        config.train.weights.clone_from(weights);
-    }
+    let Settings { config, folder, from } = Settings::of(arguments)?;
     let ranks = Ranks::connect(&config)?;
     let folder = match folder {
         Some(folder) => folder,

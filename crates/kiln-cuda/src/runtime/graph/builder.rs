@@ -5,6 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
+use super::order::Order;
 use super::step::StepGraph;
 use crate::error::{CudaError, Result};
 use crate::libraries::Driver;
@@ -16,8 +17,8 @@ use crate::sys::driver::{
 };
 
 /// A node of the graph under construction, which later nodes name to come after it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Node(u32);
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Node(pub(super) u32);
 
 /// A graph under construction.
 #[derive(Debug)]
@@ -31,6 +32,7 @@ pub struct GraphBuilder {
     /// Those of [`GraphBuilder::capture_apart`], on another one.
     urgent: Option<Stream>,
     kept: Kept,
+    order: Order,
     /// Whether a call could not be captured: the graph may have a part of it.
     incomplete: bool,
 }
@@ -55,6 +57,14 @@ impl Kept {
         self.storages.dedup_by(|a, b| Arc::ptr_eq(a, b));
         self
     }
+}
+
+/// Where the driver adds a node.
+struct Place<'a> {
+    /// Gets its name.
+    node: *mut CUgraphNode,
+    graph: CUgraph,
+    after: &'a [CUgraphNode],
 }
 
 /// A graph of the driver's, destroyed when dropped.
@@ -96,11 +106,12 @@ impl GraphBuilder {
             capture: device.stream()?,
             urgent: None,
             kept: Kept::default(),
+            order: Order::default(),
             incomplete: false,
         })
     }
 
-    /// Adds a kernel after the nodes `after`.
+    /// Adds a kernel after the nodes `after`; one that uses local memory runs beside no other.
     ///
     /// # Errors
     /// [`CudaError::Launch`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -112,7 +123,11 @@ impl GraphBuilder {
         self.device
             .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
         launch.prepare()?;
-        let after = self.raw(after)?;
+        let alone = launch.kernel.usage().local_bytes > 0;
+        let after = match alone {
+            true => &self.order.all_before(after),
+            false => after,
+        };
         let mut pointers = launch.arguments.pointers();
         let parameters = CudaKernelNodeParams {
             function: launch.kernel.raw(),
@@ -127,9 +142,18 @@ impl GraphBuilder {
         let what = || format!("kernel `{}`", launch.kernel.name());
         // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
         // copies them; the nodes are of this graph. Kernel and storages are kept as long as the graph.
-        let node = self.insert("cuGraphAddKernelNode", what, |driver, node, graph| unsafe {
-            (driver.cuGraphAddKernelNode_v2)(node, graph, after.as_ptr(), after.len(), &raw const parameters)
+        let node = self.insert("cuGraphAddKernelNode", what, after, |driver, to| unsafe {
+            (driver.cuGraphAddKernelNode_v2)(
+                to.node,
+                to.graph,
+                to.after.as_ptr(),
+                to.after.len(),
+                &raw const parameters,
+            )
         })?;
+        if alone {
+            self.order.put_alone(node);
+        }
         self.kept.storages.extend_from_slice(launch.arguments.storages());
         self.kept.kernels.push(launch.kernel.clone());
         Ok(node)
@@ -161,17 +185,16 @@ impl GraphBuilder {
         if range.is_empty() {
             return self.join(after);
         }
-        let after = self.raw(after)?;
         let context = self.device.context();
         let what = || "a copy".to_owned();
         // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are
         // its own.
-        let node = self.insert("cuGraphAddMemcpyNode", what, |driver, node, graph| unsafe {
+        let node = self.insert("cuGraphAddMemcpyNode", what, after, |driver, to| unsafe {
             (driver.cuGraphAddMemcpyNode)(
-                node,
-                graph,
-                after.as_ptr(),
-                after.len(),
+                to.node,
+                to.graph,
+                to.after.as_ptr(),
+                to.after.len(),
                 &raw const parameters,
                 context,
             )
@@ -205,16 +228,15 @@ impl GraphBuilder {
         if range.is_empty() {
             return self.join(after);
         }
-        let after = self.raw(after)?;
         let context = self.device.context();
         let what = || "a fill".to_owned();
         // SAFETY: the range is inside the storage, which is kept as long as the graph; the nodes are its own.
-        let node = self.insert("cuGraphAddMemsetNode", what, |driver, node, graph| unsafe {
+        let node = self.insert("cuGraphAddMemsetNode", what, after, |driver, to| unsafe {
             (driver.cuGraphAddMemsetNode)(
-                node,
-                graph,
-                after.as_ptr(),
-                after.len(),
+                to.node,
+                to.graph,
+                to.after.as_ptr(),
+                to.after.len(),
                 &raw const parameters,
                 context,
             )
@@ -228,8 +250,8 @@ impl GraphBuilder {
     /// # Errors
     /// [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn join(&mut self, after: &[Node]) -> Result<Node> {
-        let after = self.raw(after)?;
-        self.join_raw(&after)
+        let node = self.join_raw(&self.raw(after)?)?;
+        Ok(self.add(node, after))
     }
 
     /// Adds whatever `call` queues on the stream that it is given, as if it were queued where these nodes
@@ -245,7 +267,7 @@ impl GraphBuilder {
         call: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Node> {
         let stream = self.capture.clone();
-        let after = self.raw(after)?;
+        let raw = self.raw(after)?;
         // Waiting for other streams happens now, outside the graph.
         for storage in storages {
             storage.take_to(&stream)?;
@@ -257,9 +279,9 @@ impl GraphBuilder {
             (driver.cuStreamBeginCaptureToGraph)(
                 stream.raw(),
                 self.graph.raw,
-                after.as_ptr(),
+                raw.as_ptr(),
                 ptr::null(),
-                after.len(),
+                raw.len(),
                 CAPTURE_MODE_THREAD_LOCAL,
             )
         };
@@ -280,18 +302,19 @@ impl GraphBuilder {
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
         let last = last?;
         self.incomplete = false;
-        match last[..] {
-            [node] => Ok(self.add(node)),
-            _ => self.join_raw(&last),
-        }
+        let node = match last[..] {
+            [node] => node,
+            _ => self.join_raw(&last)?,
+        };
+        Ok(self.add(node, after))
     }
 
-    /// Captures whatever `call` queues into a graph of its own, which becomes one node of this graph, after the
-    /// nodes `after`. The call's kernels start before others that could start at the same time, because other
-    /// devices wait for them. `storages` are all that the call uses.
+    /// Captures whatever `call` queues into a graph of its own, which becomes one node of this graph, after
+    /// the nodes `after`. The call's kernels start before others that could start at the same time, because
+    /// other devices wait for them. `storages` are all that the call uses.
     ///
-    /// NCCL needs this: it remembers its streams of a capture by the number of the graph that is captured, and
-    /// takes a second capture into one graph for the first, which is over (NCCL 2.28).
+    /// NCCL needs this: it remembers its streams of a capture by the number of the graph that is captured,
+    /// and takes a second capture into one graph for the first, which is over (NCCL 2.28).
     ///
     /// # Errors
     /// As [`GraphBuilder::capture`], but the graph has nothing of a call that failed, and takes more.
@@ -305,7 +328,7 @@ impl GraphBuilder {
             Some(stream) => stream.clone(),
             None => self.urgent.insert(self.device.urgent_stream()?).clone(),
         };
-        let after = self.raw(after)?;
+        self.refuse_if_incomplete()?;
         // Waiting for other streams happens now, outside the graph.
         for storage in storages {
             storage.take_to(&stream)?;
@@ -332,8 +355,8 @@ impl GraphBuilder {
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
         let what = || "a library's call".to_owned();
         // SAFETY: both graphs live, and the nodes are of this one. What the call uses is kept below.
-        let node = self.insert("cuGraphAddChildGraphNode", what, |driver, node, graph| unsafe {
-            (driver.cuGraphAddChildGraphNode)(node, graph, after.as_ptr(), after.len(), part.raw)
+        let node = self.insert("cuGraphAddChildGraphNode", what, after, |driver, to| unsafe {
+            (driver.cuGraphAddChildGraphNode)(to.node, to.graph, to.after.as_ptr(), to.after.len(), part.raw)
         })?;
         storages.iter().for_each(|storage| self.kept.storage(storage));
         Ok(node)
@@ -389,45 +412,56 @@ impl GraphBuilder {
         Ok(unsafe { std::slice::from_raw_parts(last, count) }.to_vec())
     }
 
-    fn join_raw(&mut self, after: &[CUgraphNode]) -> Result<Node> {
-        let what = || "a join".to_owned();
-        // SAFETY: the nodes are of this graph.
-        self.insert("cuGraphAddEmptyNode", what, |driver, node, graph| unsafe {
-            (driver.cuGraphAddEmptyNode)(node, graph, after.as_ptr(), after.len())
-        })
+    /// An empty node after these.
+    fn join_raw(&self, after: &[CUgraphNode]) -> Result<CUgraphNode> {
+        let (mut node, call) = (CUgraphNode::NULL, "cuGraphAddEmptyNode");
+        self.device.enter()?;
+        // SAFETY: the nodes are of this graph; the pointer is to a handle on this stack.
+        let code = unsafe {
+            let add = self.device.driver().cuGraphAddEmptyNode;
+            add(&raw mut node, self.graph.raw, after.as_ptr(), after.len())
+        };
+        self.check(call, code, || "a join".into())?;
+        Ok(node)
     }
 
-    /// Adds the node that `add` makes by the driver's function `call`. `add` is given where the node goes and
-    /// the graph, and returns the driver's code. `what` names the node in messages.
+    /// Adds the node that `add` makes by the driver's function `call`, after the nodes `after`. `add`
+    /// returns the driver's code. `what` names the node in messages.
     fn insert(
         &mut self,
         call: &'static str,
         what: impl FnOnce() -> String,
-        add: impl FnOnce(&Driver, *mut CUgraphNode, CUgraph) -> i32,
+        after: &[Node],
+        add: impl FnOnce(&Driver, Place<'_>) -> i32,
     ) -> Result<Node> {
+        let raw = self.raw(after)?;
         self.device.enter()?;
         let mut node = CUgraphNode::NULL;
-        let code = add(self.device.driver(), &raw mut node, self.graph.raw);
+        let to = Place {
+            node: &raw mut node,
+            graph: self.graph.raw,
+            after: &raw,
+        };
+        let code = add(self.device.driver(), to);
         self.check(call, code, what)?;
-        Ok(self.add(node))
+        Ok(self.add(node, after))
     }
 
-    fn add(&mut self, node: CUgraphNode) -> Node {
+    /// Notes that `node` was added after the nodes `after`.
+    fn add(&mut self, node: CUgraphNode, after: &[Node]) -> Node {
         let index = u32::try_from(self.nodes.len()).expect("fewer than 2^32 nodes");
         self.nodes.push(node);
+        self.order.add(Node(index), after);
         Node(index)
     }
 
-    /// The driver's names of `nodes`, each once: it refuses repeated edges.
-    fn raw(&self, nodes: &[Node]) -> Result<Vec<CUgraphNode>> {
+    /// The driver's names of the nodes that one after `after` comes after.
+    fn raw(&self, after: &[Node]) -> Result<Vec<CUgraphNode>> {
         self.refuse_if_incomplete()?;
-        let mut indices: Vec<u32> = nodes.iter().map(|node| node.0).collect();
-        indices.sort_unstable();
-        indices.dedup();
-        let raw = |index: u32| self.nodes.get(index as usize).copied();
-        indices
-            .into_iter()
-            .map(raw)
+        self.order
+            .edges(after)
+            .iter()
+            .map(|node| self.nodes.get(node.0 as usize).copied())
             .collect::<Option<_>>()
             .ok_or_else(|| CudaError::Launch {
                 kernel: self.name.clone(),
