@@ -1,5 +1,7 @@
 //! Compiled graphs against the interpreter: random graphs over every primitive, fused and not.
 
+#[path = "../../kiln-compiler/tests/targets/numbers.rs"]
+mod numbers;
 mod support;
 
 use kiln_compiler::Options;
@@ -131,58 +133,18 @@ fn large_contractions_and_pools() {
     }
 }
 
-/// Products of every float type, at shapes with tails on every side: either order of the second operand in
-/// memory, several products of a batch, few rows, a depth that is cut.
+/// What the shared tests compare. One and three threads must give the same bits.
+fn results_of(graph: &Graph, tensors: &[HostTensor], scalars: &[Scalar]) -> Vec<HostTensor> {
+    let step = build(graph, |_| ()).unwrap();
+    let [one, three] = [1, 3].map(|threads| run(&step, graph, tensors, scalars, threads));
+    assert!(one == three, "the bits depend on the number of threads");
+    one
+}
+
 #[test]
 fn products_of_every_float() {
-    for (dtype, result, limit) in [
-        (DType::F32, None, 1e-6),
-        (DType::F64, None, 1e-14),
-        (DType::F16, None, 6e-4),
-        (DType::BF16, None, 5e-3),
-        (DType::F16, Some(DType::F32), 1e-6),
-        (DType::BF16, Some(DType::F32), 1e-6),
-    ] {
-        let mut graph = Graph::new("products");
-        let p = Provenance::default();
-        for (batch, m, k, n) in [
-            (1, 61, 33, 75),
-            (1, 5, 130, 37),
-            (3, 29, 17, 64),
-            (1, 30, 4200, 48),
-            (2, 1, 1, 19),
-        ] {
-            for (shape, axis) in [([batch, n, k], 2), ([batch, k, n], 1)] {
-                let a = graph.parameter(TensorType::new(dtype, &[batch, m, k][..]));
-                let b = graph.parameter(TensorType::new(dtype, &shape[..]));
-                let dims = DotDims {
-                    a_batch: [0].into_iter().collect(),
-                    b_batch: [0].into_iter().collect(),
-                    a_contract: [2].into_iter().collect(),
-                    b_contract: [axis].into_iter().collect(),
-                    result,
-                };
-                let dot = graph.add(Op::DotGeneral(dims), &[a, b], &p).unwrap();
-                graph.output(dot, None);
-            }
-        }
-        let (tensors, scalars) = random_arguments(&graph, 11);
-        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
-        let step = build(&graph, |_| ()).unwrap();
-        let actual = run(&step, &graph, &tensors, &scalars, 1);
-        for (actual, expected) in actual.iter().zip(&expected) {
-            let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
-            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-            let error = norm(&mut actual.iter().zip(&expected).map(|(a, e)| a - e))
-                / norm(&mut expected.iter().copied()).max(1e-12);
-            assert!(error < limit, "{dtype}: error {error:e}");
-        }
-        let three = run(&step, &graph, &tensors, &scalars, 3);
-        assert!(
-            actual == three,
-            "{dtype}: the bits depend on the number of threads"
-        );
-    }
+    // A depth that is cut.
+    numbers::check_products_of_every_float((1, 30, 4200, 48));
 }
 
 /// Products followed by pointwise operations, at shapes with tails on every side: the epilogue's vectors, its
@@ -250,65 +212,6 @@ fn epilogues() {
     );
 }
 
-/// Burn's logistic function, `exp(-log(1 + exp(-x)))`, with numbers that are arguments of the step. An
-/// exponent of minus one is computed in another way than other exponents; both must agree with the meaning,
-/// also at the ends of the range, at NaN and where the logarithm has no value.
-#[test]
-fn powers_by_a_number_known_at_run_time() {
-    let graph = Graph::parse(
-        "graph @powers {
-  %x = parameter 0 : f32[3,37]
-  %s0 = scalar 0 : f32[]
-  %minus = broadcast %s0 {dims=[]} : f32[3,37]
-  %negative = mul %x, %minus : f32[3,37]
-  %e = exp %negative : f32[3,37]
-  %s1 = scalar 1 : f32[]
-  %one = broadcast %s1 {dims=[]} : f32[3,37]
-  %sum = add %e, %one : f32[3,37]
-  %log = log %sum : f32[3,37]
-  %s2 = scalar 2 : f32[]
-  %power = broadcast %s2 {dims=[]} : f32[3,37]
-  %scaled = mul %log, %power : f32[3,37]
-  %y = exp %scaled : f32[3,37]
-  %silu = mul %x, %y : f32[3,37]
-  return %y, %silu
-}",
-    )
-    .unwrap();
-    let ends = [
-        0.0,
-        -0.0,
-        80.0,
-        -80.0,
-        f64::INFINITY,
-        f64::NEG_INFINITY,
-        f64::NAN,
-        1e-3,
-        30.0,
-    ];
-    let values = (0..111).map(|i| ends.get(i).copied().unwrap_or(f64::from(i as u32) * 0.37 - 20.0));
-    let x = HostTensor::from_floats(DType::F32, [3, 37], values.collect::<Vec<_>>());
-    let step = build(&graph, |_| ()).unwrap();
-    // The second makes the logarithm's operand negative or zero.
-    for scalars in [
-        [-1.0, 1.0, -1.0],
-        [-1.0, -1.0, -1.0],
-        [-1.0, 1.0, -0.5],
-        [1.0, 1.0, 1.0],
-    ] {
-        let scalars = scalars.map(Scalar::Float);
-        let expected = interpret_f64(&graph, std::slice::from_ref(&x), &scalars).unwrap();
-        let actual = run(&step, &graph, std::slice::from_ref(&x), &scalars, 2);
-        for (actual, expected) in actual.iter().zip(&expected) {
-            for (at, (a, e)) in actual.to_f64s().iter().zip(expected.to_f64s()).enumerate() {
-                let same = a == &e || (a.is_nan() && e.is_nan());
-                let close = (a - e).abs() <= 1e-5 * e.abs().max(1e-30);
-                assert!(same || close, "{scalars:?}, element {at}: {a} for {e}");
-            }
-        }
-    }
-}
-
 /// Sums, products and largest values over rows of constants, of every length up to some vectors. With known
 /// operands the C compiler itself computes the last lanes of a row, and compilers have done that wrongly.
 #[test]
@@ -369,24 +272,4 @@ fn rows_of_constants() {
             );
         }
     }
-}
-
-/// An output that simplification finds to be an argument is returned although the argument's buffer was
-/// given away.
-#[test]
-fn an_argument_that_gives_its_buffer_away_and_leaves() {
-    let graph = Graph::parse(
-        "graph @leaves {
-  %x = parameter 0 : f32[3,5]
-  %y = parameter 1 : f32[3,5]
-  %product = mul %x, %y : f32[3,5]
-  %c = constant 1.0 : f32[]
-  %one = broadcast %c {dims=[]} : f32[3,5]
-  %same = mul %one, %y : f32[3,5]
-  %again = mul %one, %x : f32[3,5]
-  return %product (alias 1), %same, %again, %again
-}",
-    )
-    .unwrap();
-    check(&graph, &[1e-6; 4], true, "an argument leaves");
 }

@@ -1,125 +1,35 @@
-//! Whole training steps: forward, backward and optimizer of small models, against the interpreter in f64.
+//! Whole training steps on the CPU.
 
 mod support;
+#[path = "../../kiln-compiler/tests/targets/steps.rs"]
+mod target;
 
 use kiln_compiler::{Options, compile};
 use kiln_cpu::{CpuTarget, SourceFile, Toolchain};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, UnaryOp};
-use kiln_graph::{DType, Graph, HostTensor, interpret, interpret_f64};
+use kiln_graph::{DType, Graph, HostTensor, Scalar};
 use kiln_partition::assign_phases;
-use kiln_partition::testing::{Sizes, Tape, arguments, decoder, decoder_step};
-use support::{Setup, build, run};
+use kiln_partition::testing::{Sizes, Tape, decoder};
+use support::{Setup, build};
+use target::{Ran, adam};
 
-/// `||actual - expected|| / ||expected||`.
-fn error(actual: &HostTensor, expected: &HostTensor) -> f64 {
-    let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    let difference = norm(&mut actual.iter().zip(&expected).map(|(a, b)| a - b));
-    difference / norm(&mut expected.iter().copied()).max(1e-12)
-}
-
-fn adam(sizes: Sizes) -> Graph {
-    let mut graph = decoder_step(sizes).graph;
-    // Every argument may be overwritten, as parameters and moments are.
-    let dies = vec![true; graph.parameters().len()];
-    assign_aliases(&mut graph, &dies);
-    assign_phases(&mut graph);
-    graph
-}
-
-fn check(graph: &Graph, limit: f64) {
-    let (tensors, scalars) = arguments(graph, 3);
-    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    let step = build(graph, |_| ()).unwrap();
+/// Every number of threads must give the same bits.
+fn run(graph: &Graph, autocast: Option<DType>, tensors: &[HostTensor], scalars: &[Scalar]) -> Ran {
+    let change = |setup: &mut Setup| setup.options.autocast = autocast;
+    let step = build(graph, change).unwrap();
     assert!(step.contract().externs.is_empty());
-    assert!(
-        step.contract().aliases.iter().flatten().count() > 0,
-        "no output takes over an argument"
-    );
-    let one = run(&step, graph, &tensors, &scalars, 1);
-    for (number, (actual, expected)) in one.iter().zip(&expected).enumerate() {
-        let error = error(actual, expected);
-        assert!(
-            error < limit,
-            "output {number} of type {}: error {error:e}",
-            actual.ty()
-        );
+    assert_eq!(step.contract().autocast.is_some(), autocast.is_some());
+    let [results, two, three] =
+        [1, 2, 3].map(|threads| support::run(&step, graph, tensors, scalars, threads));
+    assert!(results == two && two == three, "threads give other bits");
+    let mut setup = Setup::detect(3);
+    change(&mut setup);
+    Ran {
+        results,
+        taken: step.contract().aliases.iter().flatten().count(),
+        cast: autocast.map(|_| setup.compile(graph).unwrap().graph),
     }
-    for threads in [2, 3] {
-        let several = run(&step, graph, &tensors, &scalars, threads);
-        assert!(one == several, "{threads} threads give other bits than one");
-    }
-}
-
-#[test]
-fn a_decoder_step_of_odd_sizes() {
-    let sizes = Sizes {
-        layers: 2,
-        batch: 3,
-        length: 7,
-        width: 30,
-        heads: 3,
-        hidden: 50,
-        vocabulary: 37,
-        keep: 0.8,
-    };
-    check(&adam(sizes), 2e-4);
-}
-
-#[test]
-fn a_decoder_step_of_whole_vectors() {
-    let sizes = Sizes {
-        layers: 1,
-        batch: 2,
-        length: 32,
-        width: 64,
-        heads: 2,
-        hidden: 96,
-        vocabulary: 160,
-        keep: 1.0,
-    };
-    check(&adam(sizes), 2e-4);
-}
-
-/// Autocast, compared with the graph of f32 in f64 and with the interpreter on the graph that autocast
-/// made.
-#[test]
-fn a_decoder_step_in_16_bits() {
-    let sizes = Sizes {
-        layers: 2,
-        batch: 2,
-        length: 24,
-        width: 48,
-        heads: 3,
-        hidden: 80,
-        vocabulary: 64,
-        keep: 0.8,
-    };
-    let graph = adam(sizes);
-    let (tensors, scalars) = arguments(&graph, 3);
-    let exact = interpret_f64(&graph, &tensors, &scalars).unwrap();
-    for (dtype, limit) in [(DType::BF16, 3e-2), (DType::F16, 4e-3)] {
-        let autocast = |setup: &mut Setup| setup.options.autocast = Some(dtype);
-        let mut setup = Setup::detect(3);
-        autocast(&mut setup);
-        let cast = setup.compile(&graph).unwrap().graph;
-        let same = interpret(&cast, &tensors, &scalars).unwrap();
-        let step = build(&graph, autocast).unwrap();
-        assert!(step.contract().autocast.is_some());
-        let actual = run(&step, &graph, &tensors, &scalars, 2);
-        for (number, actual) in actual.iter().enumerate() {
-            let what = format!("{dtype}, output {number} of type {}", actual.ty());
-            assert_eq!(actual.ty(), exact_type(&graph, number), "{what}");
-            let (rounded, between) = (error(actual, &exact[number]), error(actual, &same[number]));
-            assert!(rounded < limit, "{what}: {rounded:e}");
-            assert!(between < limit / 4.0, "{what}: {between:e} from the interpreter");
-        }
-    }
-}
-
-fn exact_type(graph: &Graph, output: usize) -> &kiln_graph::TensorType {
-    graph.ty(graph.outputs[output].value)
 }
 
 /// The first step of Adam, whose moments do not exist yet.

@@ -2,6 +2,8 @@
 //! interpreter.
 
 mod common;
+#[path = "../../kiln-compiler/tests/targets/numbers.rs"]
+mod numbers;
 mod support;
 
 use kiln_compiler::Options;
@@ -9,9 +11,8 @@ use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::StepCode;
 use kiln_cuda::testing::host::{Differential, HostStep, Outcome, differential};
-use kiln_graph::op::DotDims;
-use kiln_graph::testing::{Family, GraphConfig, random_arguments, special_arguments};
-use kiln_graph::{DType, Graph, Op, Provenance, Scalar, TensorType, interpret_f64};
+use kiln_graph::testing::{Family, GraphConfig, special_arguments};
+use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar};
 use support::{Batch, families};
 
 fn nests() -> GraphConfig {
@@ -134,55 +135,16 @@ fn attentions() {
     family(Family::Attention, 5);
 }
 
-/// Products of every float type, at shapes with tails on every side: either order of the second operand in
-/// memory, several products of a batch, few rows, a depth that is long.
+/// What the shared tests compare.
+fn results_of(graph: &Graph, tensors: &[HostTensor], scalars: &[Scalar]) -> Vec<HostTensor> {
+    let comparison = Differential::new(graph).arguments(tensors.to_vec(), scalars.to_vec());
+    let host = HostStep::of(&comparison.compile().unwrap()).unwrap();
+    comparison.run(&host).unwrap()
+}
+
 #[test]
 fn products_of_every_float() {
-    for (dtype, result, limit) in [
-        (DType::F32, None, 1e-6),
-        (DType::F64, None, 1e-14),
-        (DType::F16, None, 6e-4),
-        (DType::BF16, None, 5e-3),
-        (DType::F16, Some(DType::F32), 1e-6),
-        (DType::BF16, Some(DType::F32), 1e-6),
-    ] {
-        let mut graph = Graph::new("products");
-        for (batch, m, k, n) in [
-            (1, 61, 33, 75),
-            (1, 5, 130, 37),
-            (3, 29, 17, 64),
-            (1, 3, 4200, 8),
-            (2, 1, 1, 19),
-        ] {
-            for (shape, axis) in [([batch, n, k], 2), ([batch, k, n], 1)] {
-                let a = graph.parameter(TensorType::new(dtype, &[batch, m, k][..]));
-                let b = graph.parameter(TensorType::new(dtype, &shape[..]));
-                let dims = DotDims {
-                    a_batch: [0].into_iter().collect(),
-                    b_batch: [0].into_iter().collect(),
-                    a_contract: [2].into_iter().collect(),
-                    b_contract: [axis].into_iter().collect(),
-                    result,
-                };
-                let dot = graph
-                    .add(Op::DotGeneral(dims), &[a, b], &Provenance::default())
-                    .unwrap();
-                graph.output(dot, None);
-            }
-        }
-        let (tensors, scalars) = random_arguments(&graph, 11);
-        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
-        let comparison = Differential::new(&graph).arguments(tensors, scalars);
-        let host = HostStep::of(&comparison.compile().unwrap()).unwrap();
-        let actual = comparison.run(&host).unwrap();
-        for (actual, expected) in actual.iter().zip(&expected) {
-            let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
-            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-            let error = norm(&mut actual.iter().zip(&expected).map(|(a, e)| a - e))
-                / norm(&mut expected.iter().copied()).max(1e-12);
-            assert!(error < limit, "{dtype}: error {error:e}");
-        }
-    }
+    numbers::check_products_of_every_float((1, 3, 4200, 8));
 }
 
 /// Numbers that are arguments of the step, of every type.
