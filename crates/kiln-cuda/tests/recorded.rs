@@ -499,13 +499,12 @@ fn a_capture_that_fails_ends_and_says_why() {
     let mut step = graph.instantiate(&stream).unwrap();
     step.launch().unwrap();
     fake.fault(719);
-    let error = stream.synchronize().unwrap_err();
+    let error = stream.synchronize().unwrap_err().to_string();
     assert!(
-        error
-            .to_string()
-            .contains("the last launch was graph `step` of 1 nodes"),
+        error.contains("the last launch was graph `step` of 1 nodes"),
         "{error}"
     );
+    assert!(error.ends_with("set CUDA_DEVICE_MAX_CONNECTIONS=2"), "{error}");
 }
 
 /// With other processes on the device, kernels with local memory fail beside other branches of a graph.
