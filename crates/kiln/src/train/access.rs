@@ -24,7 +24,7 @@ where
     I: StepInput,
     L: StepOutput<B>,
 {
-    /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
+    /// From now on a call that would compile is an error, [`crate::Error::Frozen`], that names the guard that
     /// failed, before anything runs: model and optimizer are as they were. Input of a new signature is
     /// refused before the closure runs. Calls that are recorded now and then although nothing has to be
     /// compiled (proofs, the call after [`TrainStep::optimizer`]) are still recorded.
@@ -56,7 +56,7 @@ where
         self.region.freeze();
     }
 
-    /// Takes [`TrainStep::freeze`] back, and [`CompileOptions::frozen`].
+    /// Takes [`TrainStep::freeze`] back, and [`crate::CompileOptions::frozen`].
     pub fn unfreeze(&mut self) {
         self.region.unfreeze();
     }
@@ -70,8 +70,8 @@ where
     }
 
     /// The optimizer with its current state, for a checkpoint; none after a step failed half way. The next
-    /// call is recorded. Where the ranks divide the state, every rank calls this, and gets the whole state, which
-    /// it has until the next step; none if a rank is gone ([`TrainStep::whole_optimizer`] says which).
+    /// call is recorded. Where the ranks divide the state, every rank calls this, and gets the whole state,
+    /// which it has until the next step; none if a rank is gone ([`TrainStep::whole_optimizer`] says which).
     pub fn optimizer(&mut self) -> Option<&OptimizerAdaptor<O, M, B>> {
         self.whole_optimizer().ok()
     }
@@ -80,8 +80,8 @@ where
     ///
     /// # Errors
     ///
-    /// [`TrainError::Lost`] after a step failed half way; [`TrainError::Ranks`] if the state is divided and another
-    /// rank did not give its share.
+    /// [`TrainError::Lost`] after a step failed half way; [`TrainError::Ranks`] if the state is divided and
+    /// another rank did not give its share.
     pub fn whole_optimizer(&mut self) -> Result<&OptimizerAdaptor<O, M, B>, TrainError> {
         self.leave_replay();
         let (model, optim) = self.trained.as_ref().ok_or(TrainError::Lost)?;
@@ -92,9 +92,9 @@ where
     }
 
     /// The model with its current parameters, for a checkpoint: a copy, which stays as it is when training
-    /// goes on. Where the ranks divide a master copy ([`Weights::with_master`],
-    /// [`TrainStepBuilder::with_sharded_state`]) every rank calls this, and gets the whole of it, in `f32`;
-    /// the next call is recorded then.
+    /// goes on. Where the ranks divide a master copy ([`crate::Weights::with_master`],
+    /// [`crate::TrainStepBuilder::with_sharded_state`]) every rank calls this, and gets the whole of it, in
+    /// `f32`; the next call is recorded then.
     ///
     /// # Errors
     ///
@@ -148,7 +148,7 @@ where
     }
 
     /// Where the scaling of the loss stands, for a log or a checkpoint; none if the loss is not scaled
-    /// ([`CompileOptions::loss_scaling`]). Waits for the steps under way.
+    /// ([`crate::CompileOptions::loss_scaling`]). Waits for the steps under way.
     pub fn loss_scale(&self) -> Option<LossScale> {
         let now = || {
             self.loss_scale
@@ -171,8 +171,8 @@ where
             .with_state(self.state())
     }
 
-    /// What the step keeps from call to call, on this rank; none before the first call, and after a step failed
-    /// half way.
+    /// What the step keeps from call to call, on this rank; none before the first call, and after a step
+    /// failed half way.
     pub fn state(&self) -> Option<State> {
         let (model, optim) = self.trained.as_ref().filter(|_| self.cells.is_some())?;
         let (model_bytes, optimizer_bytes) = places::bytes(&**model, optim);

@@ -60,23 +60,24 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
-    /// Stores the parameters of the model in 16 bits. The model is cast when the step is made, so parameters that
-    /// Burn draws when they are first used are drawn then.
+    /// Stores the parameters of the model in 16 bits. The model is cast when the step is made, so parameters
+    /// that Burn draws when they are first used are drawn then.
     pub fn with_weights(mut self, weights: Weights) -> Self {
         self.weights = Some(weights);
         self
     }
 
-    /// Whether a step under autocast ([`CompileOptions::autocast`]) keeps a copy of 16 bits of each parameter that
-    /// a product may read, one of two dimensions and more: the update writes it, and the next step reads it
-    /// instead of casting the parameter. It does by default. No number depends on that. The copies take two
-    /// bytes an element between steps; without them a step makes them at its start, and has them until its end.
+    /// Whether a step under autocast ([`CompileOptions::autocast`]) keeps a copy of 16 bits of each parameter
+    /// that a product may read, one of two dimensions and more: the update writes it, and the next step reads
+    /// it instead of casting the parameter. It does by default. No number depends on that. The copies take
+    /// two bytes an element between steps; without them a step makes them at its start, and has them until
+    /// its end.
     ///
-    /// Parameters that Burn draws when they are first used have copies from the second call on, which is compiled
-    /// once more for that; [`TrainStep::freeze`] before that call leaves the step without. There are none where
-    /// the parameters themselves have 16 bits ([`Self::with_weights`]), where ranks divide the update
-    /// ([`Self::with_sharded_state`]), where a graph break cuts the step, and where two parameters of the model are
-    /// one tensor.
+    /// Parameters that Burn draws when they are first used have copies from the second call on, which is
+    /// compiled once more for that; [`TrainStep::freeze`] before that call leaves the step without. There are
+    /// none where the parameters themselves have 16 bits ([`Self::with_weights`]), where ranks divide the
+    /// update ([`Self::with_sharded_state`]), where a graph break cuts the step, and where two parameters of
+    /// the model are one tensor.
     pub fn with_kept_copies(mut self, keeps: bool) -> Self {
         self.keeps_copies = keeps;
         self
@@ -91,29 +92,30 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         self
     }
 
-    /// Divides the optimizer's state among the ranks of [`Self::with_data_parallel`]: each rank gets its share of
-    /// the averaged gradients, updates its share of each parameter, and keeps its share of the state; then the
-    /// parameters are gathered. Losses are those without it, up to rounding; memory of the state is divided by the
-    /// number of ranks. State that was loaded is whole, and so is what [`TrainStep::optimizer`] and
-    /// [`TrainStep::into_parts`] return: any number of ranks can go on with it. Both must be called on every rank.
+    /// Divides the optimizer's state among the ranks of [`Self::with_data_parallel`]: each rank gets its
+    /// share of the averaged gradients, updates its share of each parameter, and keeps its share of the
+    /// state; then the parameters are gathered. Losses are those without it, up to rounding; memory of the
+    /// state is divided by the number of ranks. State that was loaded is whole, and so is what
+    /// [`TrainStep::optimizer`] and [`TrainStep::into_parts`] return: any number of ranks can go on with it.
+    /// Both must be called on every rank.
     ///
     /// A master copy ([`Weights::with_master`]) is state as well. Its share is updated, and what is gathered
     /// are the parameters of 16 bits. [`TrainStep::model`] shows these, without any other rank; a checkpoint
     /// takes those of `f32` from [`TrainStep::whole_model`], on every rank.
     ///
-    /// The optimizer's update must compute each element from those at the same place, as those of Adam, AdamW,
-    /// SGD, RMSprop and AdaGrad do; clipping is no part of it. Muon multiplies matrices:
+    /// The optimizer's update must compute each element from those at the same place, as those of Adam,
+    /// AdamW, SGD, RMSprop and AdaGrad do; clipping is no part of it. Muon multiplies matrices:
     /// [`TrainError::Sharding`]. With one rank this changes nothing.
     pub fn with_sharded_state(mut self) -> Self {
         self.sharded = true;
         self
     }
 
-    /// Takes the statistics of batch norm over the examples of all ranks of [`Self::with_data_parallel`], so that
-    /// `n` ranks with batches of `b` train as one rank with a batch of `n * b`; by default each rank looks at its
-    /// own batch. The batches of all ranks must be equally large. Batch norm is recognised by its operations, those
-    /// of burn-nn and of kiln-models; a step in which that fails is [`TrainError::BatchNorm`]. With one rank this
-    /// changes nothing.
+    /// Takes the statistics of batch norm over the examples of all ranks of [`Self::with_data_parallel`], so
+    /// that `n` ranks with batches of `b` train as one rank with a batch of `n * b`; by default each rank
+    /// looks at its own batch. The batches of all ranks must be equally large. Batch norm is recognised by
+    /// its operations, those of burn-nn and of kiln-models; a step in which that fails is
+    /// [`TrainError::BatchNorm`]. With one rank this changes nothing.
     pub fn with_synchronised_batch_norm(mut self) -> Self {
         self.synchronised = true;
         self

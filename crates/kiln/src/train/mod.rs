@@ -144,8 +144,8 @@ pub enum TrainError {
         "the training step has no model any more: an earlier step failed while it replaced the parameters; restart from a checkpoint"
     )]
     Lost,
-    /// Under [`CompileOptions::strict`]: the closure is not the same function of its input at every call.
-    /// The call that noticed this was recorded, so its own update is right.
+    /// Under [`crate::CompileOptions::strict`]: the closure is not the same function of its input at every
+    /// call. The call that noticed this was recorded, so its own update is right.
     #[error(
         "the training step is not the same at every call: {what}. Replayed calls after call {last_equal}, when it was last seen equal, may have used old values (noticed at \
          call {call}); pass what changes as an input of the step"
@@ -186,7 +186,7 @@ type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> Opt
 ///   and replayed separately; the state is one.
 /// - Calls 4, 8, 16, .. and every 1024th of a signature are recorded again and compared. For example, a
 ///   number counted in a `Cell` is found there: a warning names it (an error under
-///   [`CompileOptions::strict`]), and the step is recorded from then on.
+///   [`crate::CompileOptions::strict`]), and the step is recorded from then on.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
