@@ -8,10 +8,10 @@ use kiln_cuda::CudaStep;
 use kiln_cuda::testing::host::{Differential, HostError, HostStep};
 use kiln_graph::{Graph, HostTensor, IndexError};
 
-/// A step on the host, with what names its checks.
+/// A step on the host, whose threads run in either order, with what names its checks.
 struct Step {
     compiled: CudaStep,
-    host: HostStep,
+    orders: [HostStep; 2],
 }
 
 impl Step {
@@ -19,8 +19,8 @@ impl Step {
         let mut comparison = Differential::new(graph);
         change(&mut comparison.options);
         let compiled = comparison.compile().unwrap();
-        let host = HostStep::of(&compiled).unwrap();
-        Self { compiled, host }
+        let orders = [false, true].map(|backward| HostStep::of(&compiled).unwrap().backward(backward));
+        Self { compiled, orders }
     }
 
     fn aliases(&self) -> &[Option<u32>] {
@@ -28,8 +28,25 @@ impl Step {
     }
 
     fn run(&self, graph: &Graph, inputs: &[HostTensor]) -> Result<Vec<HostTensor>, IndexError> {
+        let [forward, backward] = self
+            .orders
+            .each_ref()
+            .map(|host| self.run_on(host, graph, inputs));
+        assert!(
+            forward == backward,
+            "it depends on the order in which threads run"
+        );
+        forward
+    }
+
+    fn run_on(
+        &self,
+        host: &HostStep,
+        graph: &Graph,
+        inputs: &[HostTensor],
+    ) -> Result<Vec<HostTensor>, IndexError> {
         let mut memory: Vec<Vec<u8>> = inputs.iter().map(|input| input.bytes().to_vec()).collect();
-        let (check, least, most) = match self.host.run(&mut memory, &[]) {
+        let (check, least, most) = match host.run(&mut memory, &[]) {
             Ok(outputs) => {
                 let types = graph.outputs.iter().map(|output| graph.ty(output.value));
                 let tensors = types.zip(outputs);

@@ -1,6 +1,8 @@
 //! Graphs in which numbers of every type come about in ways of their own, against the interpreter. The same
 //! for every target: each says in `super::results_of` what comes of a graph.
 
+mod norms;
+
 use kiln_graph::op::DotDims;
 use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar, TensorType, interpret_f64};
@@ -44,10 +46,7 @@ pub fn check_products_of_every_float(deep: (usize, usize, usize, usize)) {
         let actual = super::results_of(&graph, &tensors, &scalars);
         assert_eq!(actual.len(), expected.len());
         for (actual, expected) in actual.iter().zip(&expected) {
-            let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
-            let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-            let error = norm(&mut actual.iter().zip(&expected).map(|(a, e)| a - e))
-                / norm(&mut expected.iter().copied()).max(1e-12);
+            let error = norms::error(actual, expected);
             assert!(error < limit, "{dtype}: error {error:e}");
         }
     }

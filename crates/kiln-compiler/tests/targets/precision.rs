@@ -1,6 +1,8 @@
 //! How far sums, products and convolutions are from their values, on any target: each says in `super::run`
 //! what comes of a graph, and how far it may be.
 
+mod norms;
+
 use kiln_graph::{DType, Graph, HostTensor, TensorType, interpret_f64};
 
 /// The rounding of f32, relative.
@@ -28,16 +30,11 @@ fn signed(ty: &TensorType, seed: u64) -> HostTensor {
 /// Error of each output by norms, in units.
 fn errors(graph: &Graph, inputs: &[HostTensor]) -> Vec<f64> {
     let expected = interpret_f64(graph, inputs, &[]).unwrap();
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
     let results = super::run(graph, inputs);
     assert_eq!(results.len(), expected.len());
     let outputs = results.iter().zip(&expected);
     outputs
-        .map(|(result, expected)| {
-            let (found, expected) = (result.to_f64s(), expected.to_f64s());
-            let difference = found.iter().zip(&expected).map(|(a, b)| a - b);
-            norm(&mut { difference }) / norm(&mut expected.into_iter()) / UNIT
-        })
+        .map(|(result, expected)| norms::error(result, expected) / UNIT)
         .collect()
 }
 

@@ -1,10 +1,13 @@
 //! Whole training steps: forward, backward and optimizer of small models, against the interpreter in f64. The
 //! same for every target: each says in `super::run` what comes of a graph.
 
+mod norms;
+
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::{DType, Graph, HostTensor, interpret, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, arguments, decoder_step};
+use norms::error;
 
 /// What comes of a step.
 pub struct Ran {
@@ -13,14 +16,6 @@ pub struct Ran {
     pub taken: usize,
     /// What autocast made of the graph, if it was asked for.
     pub cast: Option<Graph>,
-}
-
-/// `||actual - expected|| / ||expected||`.
-fn error(actual: &HostTensor, expected: &HostTensor) -> f64 {
-    let (actual, expected) = (actual.to_f64s(), expected.to_f64s());
-    let norm = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
-    let difference = norm(&mut actual.iter().zip(&expected).map(|(a, b)| a - b));
-    difference / norm(&mut expected.iter().copied()).max(1e-12)
 }
 
 /// A step of Adam on a decoder.
