@@ -11,8 +11,8 @@
 //! Engines whose kernels the library compiles when it makes a plan come last, because such a plan takes up
 //! to a second to make. The search tries them only where no other engine computes the convolution, such as
 //! one of 16-bit operands with a result of f32. The search leaves these engines alone where channels are no
-//! whole vectors: in two of their kernels (cuDNN 9, two channels of 16 bits) a load was misaligned, which ends
-//! all work on the device.
+//! whole vectors: in two of their kernels (cuDNN 9, two channels of 16 bits) a load was misaligned, which
+//! ends all work on the device.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -331,7 +331,7 @@ impl CudaExecutable {
     /// The kernels beside which the step's graph runs no others, because they use local memory
     /// ([`crate::runtime::GraphBuilder::kernel`]).
     pub fn lonely_kernels(&self) -> Vec<&str> {
-        let lonely = |kernel: &&Kernel| kernel.usage().local_bytes > 0;
+        let lonely = |kernel: &&Kernel| kernel.usage().is_lonely();
         self.kernels.iter().filter(lonely).map(Kernel::name).collect()
     }
 

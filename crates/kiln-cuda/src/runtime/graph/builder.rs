@@ -123,7 +123,7 @@ impl GraphBuilder {
         self.device
             .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
         launch.prepare()?;
-        let alone = launch.kernel.usage().local_bytes > 0;
+        let alone = launch.kernel.usage().is_lonely();
         let after = match alone {
             true => &self.order.all_before(after),
             false => after,
