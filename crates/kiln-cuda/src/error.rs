@@ -5,7 +5,6 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use crate::libraries::{Library, Looked};
-use crate::sys::driver::result;
 
 /// An error of the CUDA runtime.
 #[derive(Debug, thiserror::Error)]
@@ -249,8 +248,7 @@ pub struct MemorySizes {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "cuda:{device} is gone: {call} reported {what}; {last}. Nothing on this device can be used again in this \
-     process: start it anew from the last checkpoint{}",
-    Self::shared(what)
+     process: start it anew from the last checkpoint"
 )]
 pub struct Lost {
     /// Ordinal of the device.
@@ -261,19 +259,6 @@ pub struct Lost {
     pub what: Answer,
     /// What was launched last, in words.
     pub last: String,
-}
-
-impl Lost {
-    /// What helps where other processes use the device at the same time, if that may be the cause: kernels of
-    /// libraries that use local memory, beside many branches of a graph (`runtime/graph/order.rs`).
-    fn shared(what: &Answer) -> &'static str {
-        match what.code {
-            result::LAUNCH_FAILED => {
-                ". If other processes use the device at the same time, set CUDA_DEVICE_MAX_CONNECTIONS=2"
-            }
-            _ => "",
-        }
-    }
 }
 
 /// Result of the CUDA runtime.

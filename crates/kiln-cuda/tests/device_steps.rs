@@ -346,8 +346,8 @@ fn attention() {
     );
 }
 
-/// A step of nine branches, one of whose kernels uses local memory. Without an order of its own that kernel
-/// fails where other processes use the GPU.
+/// A step of nine branches if nothing limited them, one of whose kernels uses local memory: it fails where
+/// other processes use the GPU.
 #[test]
 fn a_step_of_many_branches() {
     let Some(gpu) = gpu() else { return };

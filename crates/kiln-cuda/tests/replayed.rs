@@ -8,7 +8,6 @@ use std::sync::Arc;
 
 use kiln_compiler::{Options, compile};
 use kiln_cuda::CudaTarget;
-use kiln_cuda::code::StepCode;
 use kiln_cuda::execute::{CudaExecutable, Given, Gpu, NothingOutside, Settled};
 use kiln_cuda::runtime::{Device, Storage};
 use kiln_cuda::testing::FakeDriver;
@@ -41,11 +40,6 @@ impl Setup {
 
     /// The step of a graph whose first argument is 4 KiB of state.
     fn of(text: &str) -> Option<Self> {
-        Self::prepared(text, |_, _| ())
-    }
-
-    /// [`Setup::of`] on a driver that is `prepare`d for the step's functions.
-    fn prepared(text: &str, prepare: impl FnOnce(&FakeDriver, &StepCode)) -> Option<Self> {
         let nvrtc = common::nvrtc()?;
         let graph = Graph::parse(text).unwrap();
         let fake = FakeDriver::start(1, 64 << 20).unwrap();
@@ -54,7 +48,6 @@ impl Setup {
             let pointers = function.text.parameters.len() + usize::from(function.guarded);
             fake.declare(&function.name, &vec![8; pointers]);
         }
-        prepare(&fake, &compiled.code);
         let device = Device::open(fake.driver(), 0).unwrap();
         let gpu = Arc::new(Gpu::new(&device, nvrtc).unwrap());
         let contract = compiled.contract();
@@ -168,20 +161,6 @@ fn a_step_becomes_a_graph_and_stays_one() {
             "{next:#?}"
         );
     }
-}
-
-#[test]
-fn kernels_that_run_alone_are_named() {
-    let Some(setup) = Setup::new() else { return };
-    assert_eq!(setup.step.lonely_kernels(), [""; 0]);
-    drop(setup);
-    let mut name = String::new();
-    let spill = |fake: &FakeDriver, code: &StepCode| {
-        name.clone_from(&code.functions[0].name);
-        fake.use_local_memory(&name, 8);
-    };
-    let setup = Setup::prepared(STEP, spill).unwrap();
-    assert_eq!(setup.step.lonely_kernels(), [&name]);
 }
 
 #[test]

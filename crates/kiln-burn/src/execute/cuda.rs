@@ -524,14 +524,6 @@ impl Executable for Cuda {
         }
         if let Some(nodes) = self.executable.graph_nodes() {
             let _ = write!(text, "\none graph of {nodes} nodes");
-            let lonely = self.executable.lonely_kernels();
-            if !lonely.is_empty() {
-                let names = lonely.join(", ");
-                let _ = write!(
-                    text,
-                    "\nbeside no other kernel, because they use local memory: {names}"
-                );
-            }
         }
         text.extend(ranks::buckets_text(contract));
         for call in contract.externs.iter().filter(|call| call.collective.is_none()) {

@@ -328,13 +328,6 @@ impl CudaExecutable {
         self.nodes.get().copied()
     }
 
-    /// The kernels beside which the step's graph runs no others, because they use local memory
-    /// ([`crate::runtime::GraphBuilder::kernel`]).
-    pub fn lonely_kernels(&self) -> Vec<&str> {
-        let lonely = |kernel: &&Kernel| kernel.usage().is_lonely();
-        self.kernels.iter().filter(lonely).map(Kernel::name).collect()
-    }
-
     /// The graph that nobody has settled on.
     pub(super) fn parked(&self) -> &Parked {
         &self.parked

@@ -68,14 +68,6 @@ pub struct KernelUse {
     pub block_threads: u32,
 }
 
-impl KernelUse {
-    /// Whether a graph runs no other kernel beside this one
-    /// ([`GraphBuilder::kernel`](super::GraphBuilder::kernel)).
-    pub fn is_lonely(&self) -> bool {
-        self.local_bytes > 0
-    }
-}
-
 /// A kernel. Cheap to clone.
 #[derive(Clone)]
 pub struct Kernel {

@@ -47,8 +47,6 @@ pub mod result {
     pub const NOT_READY: CUresult = 600;
     /// A kernel read or wrote outside its memory.
     pub const ILLEGAL_ADDRESS: CUresult = 700;
-    /// A kernel failed in another way.
-    pub const LAUNCH_FAILED: CUresult = 719;
 }
 
 /// Attributes of devices.

@@ -425,16 +425,8 @@ unsafe extern "C" fn cuFuncSetAttribute(function: CUfunction, attribute: c_int, 
     call("cuFuncSetAttribute", &given, |_| result::SUCCESS)
 }
 
-unsafe extern "C" fn cuFuncGetAttribute(
-    value: *mut c_int,
-    attribute: c_int,
-    function: CUfunction,
-) -> CUresult {
+unsafe extern "C" fn cuFuncGetAttribute(value: *mut c_int, attribute: c_int, _: CUfunction) -> CUresult {
     let found = match attribute {
-        function_attribute::LOCAL_SIZE_BYTES => with(|state| {
-            let bytes = state.local_bytes.get(&kernel(state, function));
-            bytes.map_or(0, |&bytes| bytes as c_int)
-        }),
         function_attribute::MAX_THREADS_PER_BLOCK => 512,
         function_attribute::SHARED_SIZE_BYTES => 1024,
         function_attribute::NUM_REGS => 32,

@@ -47,8 +47,6 @@ struct State {
     devices: usize,
     memory: usize,
     kernels: HashMap<String, Vec<usize>>,
-    /// Bytes of local memory a thread, of kernels that use some.
-    local_bytes: HashMap<String, u32>,
     functions: Vec<String>,
     allocated: BTreeMap<u64, Allocation>,
     peak: usize,
@@ -115,11 +113,6 @@ impl FakeDriver {
     /// Every module has a kernel called `name` with parameters of these sizes.
     pub fn declare(&self, name: &str, parameters: &[usize]) {
         with(|state| state.kernels.insert(name.to_owned(), parameters.to_vec()));
-    }
-
-    /// From here on the kernels called `name` use so much local memory a thread.
-    pub fn use_local_memory(&self, name: &str, bytes: u32) {
-        with(|state| state.local_bytes.insert(name.to_owned(), bytes));
     }
 
     /// From here on `call` (such as `cuGraphLaunch`) answers `code`; zero lets it succeed again.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
-use super::order::Order;
+use super::order::{Order, Position};
 use super::step::StepGraph;
 use crate::error::{CudaError, Result};
 use crate::libraries::Driver;
@@ -111,7 +111,7 @@ impl GraphBuilder {
         })
     }
 
-    /// Adds a kernel after the nodes `after`; one that uses local memory runs beside no other.
+    /// Adds a kernel after the nodes `after`.
     ///
     /// # Errors
     /// [`CudaError::Launch`], [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -123,11 +123,6 @@ impl GraphBuilder {
         self.device
             .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
         launch.prepare()?;
-        let alone = launch.kernel.usage().is_lonely();
-        let after = match alone {
-            true => &self.order.all_before(after),
-            false => after,
-        };
         let mut pointers = launch.arguments.pointers();
         let parameters = CudaKernelNodeParams {
             function: launch.kernel.raw(),
@@ -139,10 +134,11 @@ impl GraphBuilder {
             kernel: ptr::null_mut(),
             context: self.device.context(),
         };
+        let position = self.order.next(after);
         let what = || format!("kernel `{}`", launch.kernel.name());
         // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
         // copies them; the nodes are of this graph. Kernel and storages are kept as long as the graph.
-        let node = self.insert("cuGraphAddKernelNode", what, after, |driver, to| unsafe {
+        let node = self.insert("cuGraphAddKernelNode", what, position, |driver, to| unsafe {
             (driver.cuGraphAddKernelNode_v2)(
                 to.node,
                 to.graph,
@@ -151,9 +147,6 @@ impl GraphBuilder {
                 &raw const parameters,
             )
         })?;
-        if alone {
-            self.order.put_alone(node);
-        }
         self.kept.storages.extend_from_slice(launch.arguments.storages());
         self.kept.kernels.push(launch.kernel.clone());
         Ok(node)
@@ -186,10 +179,11 @@ impl GraphBuilder {
             return self.join(after);
         }
         let context = self.device.context();
+        let position = self.order.next(after);
         let what = || "a copy".to_owned();
         // SAFETY: both ranges are inside their storages, which are kept as long as the graph; the nodes are
         // its own.
-        let node = self.insert("cuGraphAddMemcpyNode", what, after, |driver, to| unsafe {
+        let node = self.insert("cuGraphAddMemcpyNode", what, position, |driver, to| unsafe {
             (driver.cuGraphAddMemcpyNode)(
                 to.node,
                 to.graph,
@@ -229,9 +223,10 @@ impl GraphBuilder {
             return self.join(after);
         }
         let context = self.device.context();
+        let position = self.order.next(after);
         let what = || "a fill".to_owned();
         // SAFETY: the range is inside the storage, which is kept as long as the graph; the nodes are its own.
-        let node = self.insert("cuGraphAddMemsetNode", what, after, |driver, to| unsafe {
+        let node = self.insert("cuGraphAddMemsetNode", what, position, |driver, to| unsafe {
             (driver.cuGraphAddMemsetNode)(
                 to.node,
                 to.graph,
@@ -250,8 +245,9 @@ impl GraphBuilder {
     /// # Errors
     /// [`CudaError::Driver`], [`CudaError::Lost`].
     pub fn join(&mut self, after: &[Node]) -> Result<Node> {
-        let node = self.join_raw(&self.raw(after)?)?;
-        Ok(self.add(node, after))
+        let position = self.order.next(after);
+        let node = self.join_raw(&self.raw(&position)?)?;
+        Ok(self.add(node, &position))
     }
 
     /// Adds whatever `call` queues on the stream that it is given, as if it were queued where these nodes
@@ -267,7 +263,8 @@ impl GraphBuilder {
         call: impl FnOnce(&Stream) -> Result<()>,
     ) -> Result<Node> {
         let stream = self.capture.clone();
-        let raw = self.raw(after)?;
+        let position = self.order.next(after);
+        let raw = self.raw(&position)?;
         // Waiting for other streams happens now, outside the graph.
         for storage in storages {
             storage.take_to(&stream)?;
@@ -306,7 +303,7 @@ impl GraphBuilder {
             [node] => node,
             _ => self.join_raw(&last)?,
         };
-        Ok(self.add(node, after))
+        Ok(self.add(node, &position))
     }
 
     /// Captures whatever `call` queues into a graph of its own, which becomes one node of this graph, after
@@ -353,9 +350,10 @@ impl GraphBuilder {
         };
         called?;
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
+        let position = self.order.next_urgent(after);
         let what = || "a library's call".to_owned();
         // SAFETY: both graphs live, and the nodes are of this one. What the call uses is kept below.
-        let node = self.insert("cuGraphAddChildGraphNode", what, after, |driver, to| unsafe {
+        let node = self.insert("cuGraphAddChildGraphNode", what, position, |driver, to| unsafe {
             (driver.cuGraphAddChildGraphNode)(to.node, to.graph, to.after.as_ptr(), to.after.len(), part.raw)
         })?;
         storages.iter().for_each(|storage| self.kept.storage(storage));
@@ -425,16 +423,16 @@ impl GraphBuilder {
         Ok(node)
     }
 
-    /// Adds the node that `add` makes by the driver's function `call`, after the nodes `after`. `add`
-    /// returns the driver's code. `what` names the node in messages.
+    /// Adds the node that `add` makes by the driver's function `call`, where `position` says. `add` returns
+    /// the driver's code. `what` names the node in messages.
     fn insert(
         &mut self,
         call: &'static str,
         what: impl FnOnce() -> String,
-        after: &[Node],
+        position: Position,
         add: impl FnOnce(&Driver, Place<'_>) -> i32,
     ) -> Result<Node> {
-        let raw = self.raw(after)?;
+        let raw = self.raw(&position)?;
         self.device.enter()?;
         let mut node = CUgraphNode::NULL;
         let to = Place {
@@ -444,22 +442,22 @@ impl GraphBuilder {
         };
         let code = add(self.device.driver(), to);
         self.check(call, code, what)?;
-        Ok(self.add(node, after))
+        Ok(self.add(node, &position))
     }
 
-    /// Notes that `node` was added after the nodes `after`.
-    fn add(&mut self, node: CUgraphNode, after: &[Node]) -> Node {
+    /// Notes that `node` was added where `position` says.
+    fn add(&mut self, node: CUgraphNode, position: &Position) -> Node {
         let index = u32::try_from(self.nodes.len()).expect("fewer than 2^32 nodes");
         self.nodes.push(node);
-        self.order.add(Node(index), after);
+        self.order.add(position);
         Node(index)
     }
 
-    /// The driver's names of the nodes that one after `after` comes after.
-    fn raw(&self, after: &[Node]) -> Result<Vec<CUgraphNode>> {
+    /// The driver's names of the nodes that one at `position` comes after.
+    fn raw(&self, position: &Position) -> Result<Vec<CUgraphNode>> {
         self.refuse_if_incomplete()?;
-        self.order
-            .edges(after)
+        position
+            .after
             .iter()
             .map(|node| self.nodes.get(node.0 as usize).copied())
             .collect::<Option<_>>()

@@ -1,11 +1,11 @@
 //! A whole step as one CUDA graph.
 //!
 //! [`GraphBuilder`] collects kernels, copies, fills and library calls, each with the nodes that it comes
-//! after; two nodes without a path of edges between them may run in any order, but for kernels that use local
-//! memory, which run alone (`order.rs`). Kernels are nodes of their own. A library launches kernels that Kiln
-//! does not know: its calls are captured into the same graph at their place. [`GraphBuilder::instantiate`]
-//! makes a [`StepGraph`], which one call launches however many nodes it has. The graph is never changed:
-//! memory stays where it is, and changing numbers go through [`super::Parcel`].
+//! after; two nodes without a path of edges between them may run in any order, in at most eight branches
+//! (`order.rs`). Kernels are nodes of their own. A library launches kernels that Kiln does not know: its
+//! calls are captured into the same graph at their place. [`GraphBuilder::instantiate`] makes a
+//! [`StepGraph`], which one call launches however many nodes it has. The graph is never changed: memory stays
+//! where it is, and changing numbers go through [`super::Parcel`].
 
 mod builder;
 mod order;
