@@ -499,6 +499,45 @@ fn every_number_of_16_bits_is_widened_and_rounded() {
     }
 }
 
+/// The error function of values that are rounded to 16 bits, as the host runs it.
+#[test]
+fn the_error_function_is_a_little_off() {
+    const COUNT: usize = 1 << 15;
+    let kernel = OneKernel {
+        input: "const float*",
+        body: "unsigned i = blockIdx.x * 256 + threadIdx.x;
+const double exact = erf((double)in[i]);
+const float near = kiln_near_erf(in[i]);
+out[i] = __float_as_uint(near);
+out[32768 + i] = __float_as_uint((float)(fabs(near - exact) / fabs(exact)));",
+        blocks: 128,
+        threads: 256,
+        bytes: [4 * COUNT, 8 * COUNT],
+        ..OneKernel::default()
+    };
+    let step = HostStep::build(&kernel.code()).unwrap();
+    // 2^-30 to 2^18 in steps of 2^-8 of an octave, of both signs, and what is no number.
+    let size = |i: usize| 2.0_f32.powf((i / 2) as f32 / 256.0 - 30.0) * if i % 2 == 0 { 1.0 } else { -1.0 };
+    let mut x: Vec<f32> = (0..COUNT).map(size).collect();
+    let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
+    x[..special.len()].copy_from_slice(&special);
+    let bytes: Vec<u8> = x.iter().flat_map(|x| x.to_ne_bytes()).collect();
+    let results = words(&step.run(&mut [bytes], &[]).unwrap()[0]);
+    let results: Vec<f32> = results.into_iter().map(f32::from_bits).collect();
+    assert_eq!(
+        results[..2].iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
+        [0, 1 << 31]
+    );
+    assert!(results[4].is_nan());
+    for place in 2..COUNT {
+        let (x, error) = (x[place], results[COUNT + place]);
+        assert!(
+            x.is_nan() || error <= 2.0_f32.powi(-20),
+            "{x:e} is off by {error:e}"
+        );
+    }
+}
+
 fn between(a: f32, b: f32) -> f32 {
     ((f64::from(a) + f64::from(b)) / 2.0) as f32
 }

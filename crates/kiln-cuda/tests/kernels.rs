@@ -40,6 +40,31 @@ extern "C" __global__ void narrow(const float* x, kiln_f16* halves, kiln_bf16* b
     brains[i] = kiln_narrow<kiln_bf16>(x[i]);
 }
 
+// How far `y` is from `x`, as a part of it: infinitely if it is another kind of number.
+__device__ float off(float y, double x)
+{
+    const float infinite = kiln_infinity();
+    if (x != x) return y != y ? 0 : infinite;
+    if (fabsf((float)x) == infinite) return y == (float)x ? 0 : infinite;
+    // What is not normal may be zero.
+    if (fabs(x) < 1.2e-38) return fabsf(y) < 1.2e-38f ? 0 : infinite;
+    return (float)(fabs(y - x) / fabs(x));
+}
+
+extern "C" __global__ void near(const float* x, const float* y, float* errors)
+{
+    int i = blockIdx.x * blockDim.x + threadIdx.x, count = gridDim.x * blockDim.x;
+    const float a = x[i], b = y[i];
+    errors[i] = off(kiln_near_exp(a), exp((double)a));
+    errors[count + i] = off(kiln_near_sigmoid(a), 1.0 / (1.0 + exp(-(double)a)));
+    errors[2 * count + i] = off(kiln_near_erf(a), erf((double)a));
+    errors[3 * count + i] = off(kiln_near_sqrt(a), sqrt((double)a));
+    errors[4 * count + i] = off(kiln_near_rsqrt(a), 1.0 / sqrt((double)a));
+    errors[5 * count + i] = off(kiln_near_reciprocal(a), 1.0 / (double)a);
+    errors[6 * count + i] = off(kiln_near_quotient(a, b), (double)a / (double)b);
+    errors[7 * count + i] = off(kiln_divisor(b).near(a), (double)a / (double)b);
+}
+
 // Loss and gradient of rows of 1024 logits, each held by the 256 threads of a block.
 extern "C" __global__
 void cross_entropy(const float* logits, const kiln_u32* labels, float* loss, float* gradient)
@@ -206,6 +231,65 @@ fn sixteen_bits_become_thirty_two_and_back() {
             same(bf16::from_bits(b).to_f32(), bf16::from_f32(*x).to_f32()),
             "{x:e}: {b:#06x}"
         );
+    }
+}
+
+/// Functions whose results are rounded to 16 bits have errors that such a rounding hides.
+#[test]
+fn functions_that_are_a_little_off() {
+    let Some(gpu) = gpu() else { return };
+    // Every size that is normal, both zeros, infinities and NaN.
+    let pattern = |seed: u64, i: u64| f32::from_bits(philox::block(seed, 0, i)[0]);
+    let normal = |x: f32| if x.is_subnormal() { 0.0_f32.copysign(x) } else { x };
+    let special = [
+        0.0,
+        -0.0,
+        f32::INFINITY,
+        f32::NEG_INFINITY,
+        f32::NAN,
+        1.0,
+        f32::MAX,
+        f32::MIN_POSITIVE,
+    ];
+    let mut x: Vec<f32> = (0..1 << 18).map(|i| normal(pattern(3, i))).collect();
+    x.extend(random(1 << 16, 5).iter().map(|x| 10.0 * x));
+    x.extend(random(1 << 16, 6).iter().map(|x| 90.0 * x));
+    let mut y: Vec<f32> = (0..x.len() as u64).map(|i| normal(pattern(4, i))).collect();
+    for (place, (a, b)) in special.iter().flat_map(|a| special.map(|b| (*a, b))).enumerate() {
+        (x[place], y[place]) = (a, b);
+    }
+    let errors = unwritten(&gpu, 8 * 4 * x.len());
+    let (left, right) = (upload(&gpu, &bytes(&x)), upload(&gpu, &bytes(&y)));
+    let arguments = Arguments::new()
+        .memory(&left, 0)
+        .memory(&right, 0)
+        .memory(&errors, 0);
+    run(&gpu, part(&gpu, "near"), x.len() as u32 / 256, 256, arguments);
+    let errors = numbers(&download(&gpu, &errors));
+    let names = [
+        "exp",
+        "sigmoid",
+        "erf",
+        "sqrt",
+        "rsqrt",
+        "reciprocal",
+        "quotient",
+        "by a divisor",
+    ];
+    for (name, errors) in names.iter().zip(errors.chunks(x.len())) {
+        let exponential = matches!(*name, "exp" | "sigmoid");
+        for ((&error, &a), &b) in errors.iter().zip(&x).zip(&y) {
+            // The last exponents before infinity may give it.
+            if exponential && (87.0..89.0).contains(&a.abs()) {
+                continue;
+            }
+            let most = if exponential {
+                2.0_f32.powi(-20) + a.abs().min(90.0) * 2.0_f32.powi(-23)
+            } else {
+                2.0_f32.powi(-20)
+            };
+            assert!(error <= most, "{name} of {a:e} and {b:e} is off by {error:e}");
+        }
     }
 }
 

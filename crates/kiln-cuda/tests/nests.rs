@@ -3,6 +3,7 @@
 
 mod common;
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::fs;
 use std::path::Path;
@@ -847,4 +848,63 @@ fn updates_share_a_launch() {
     let step = compile(&parse(&text), &Options::default(), &CudaTarget::default()).unwrap();
     // One element has no variable, and so a text of its own.
     assert_eq!((step.code.functions.len(), step.code.calls.len()), (2, 2));
+}
+
+/// Functions are a little off only where all that becomes of their results is rounded to 16 bits.
+#[test]
+fn what_is_rounded_to_16_bits_may_be_a_little_off() {
+    // The functions of a step of `%x` whose results may be.
+    let near = |lines: &str, results: &str| {
+        let text = format!("graph @near {{\n%x = parameter 0 : f32[64,48]\n{lines}\nreturn {results}\n}}");
+        check(&text);
+        let step = Differential::new(&parse(&text)).compile().unwrap();
+        let bodies: String = step
+            .code
+            .functions
+            .iter()
+            .map(|function| function.text.body.as_str())
+            .collect();
+        let parts = bodies.split("kiln_near_").skip(1);
+        let names: BTreeSet<String> = parts
+            .map(|part| part.split('(').next().unwrap_or_default().to_owned())
+            .collect();
+        names.into_iter().collect::<Vec<_>>().join(" ")
+    };
+    let rounded = "%e = exp %x : f32[64,48]
+        %f = erf %e : f32[64,48]
+        %r = recip %e : f32[64,48]
+        %q = div %f, %r : f32[64,48]
+        %y = cast %q : bf16[64,48]";
+    assert_eq!(near(rounded, "%y"), "erf exp quotient reciprocal");
+    assert_eq!(
+        near(rounded, "%y, %f"),
+        "quotient reciprocal",
+        "what comes before %f is exact"
+    );
+    assert_eq!(near(rounded, "%q"), "", "nothing is rounded");
+    // A sum of rounded numbers is one of f32, but nothing before the rounding is.
+    let summed = "%zero = cast %y : f32[64,48]
+        %sum = reduce sum %zero {axes=[0]} : f32[48]";
+    assert_eq!(
+        near(&format!("{rounded}\n{summed}"), "%y, %sum"),
+        "erf exp quotient reciprocal"
+    );
+    // A decision sees what a rounding hides.
+    let decided = "%wide = cast %y : f32[64,48]
+        %large = compare gt %wide, %x : bool[64,48]
+        %z = select %large, %wide, %x : f32[64,48]";
+    assert_eq!(near(&format!("{rounded}\n{decided}"), "%z"), "");
+    // A logarithm makes small errors of numbers near one large.
+    let logarithm = "%e = exp %x : f32[64,48]
+        %l = log %e : f32[64,48]
+        %s = sqrt %l : f32[64,48]
+        %y = cast %s : f16[64,48]";
+    assert_eq!(near(logarithm, "%y"), "sqrt");
+    // A sum over a row that is rounded, and what divides by it.
+    let softmax = "%e = exp %x : f32[64,48]
+        %sum = reduce sum %e {axes=[1]} : f32[64]
+        %all = broadcast %sum {dims=[0]} : f32[64,48]
+        %p = div %e, %all : f32[64,48]
+        %y = cast %p : bf16[64,48]";
+    assert_eq!(near(softmax, "%y"), "exp");
 }

@@ -50,6 +50,14 @@ pub fn narrowed(dtype: DType, x: &str) -> String {
     }
 }
 
+/// What the register `x`, which holds a number that `dtype` has, is in memory.
+pub fn narrowed_exactly(dtype: DType, x: &str) -> String {
+    match dtype {
+        DType::BF16 => format!("kiln_upper({x})"),
+        dtype => narrowed(dtype, x),
+    }
+}
+
 /// The literal of a value rounded to `dtype`.
 pub fn literal(value: Scalar, dtype: DType) -> String {
     let rounded = HostTensor::scalar(dtype, value);
@@ -161,9 +169,10 @@ pub fn unary(op: UnaryOp, dtype: DType, x: &str) -> String {
 /// `op(x)` as [`unary`], by functions that are a little off where there are such.
 pub fn near(op: UnaryOp, dtype: DType, x: &str) -> String {
     match op {
-        UnaryOp::Exp => format!("kiln_near_exp({x})"),
+        UnaryOp::Exp | UnaryOp::Sqrt | UnaryOp::Rsqrt | UnaryOp::Erf | UnaryOp::Sigmoid => {
+            format!("kiln_near_{}({x})", op.name())
+        }
         UnaryOp::Recip => format!("kiln_near_reciprocal({x})"),
-        UnaryOp::Sigmoid => format!("kiln_near_sigmoid({x})"),
         op => unary(op, dtype, x),
     }
 }

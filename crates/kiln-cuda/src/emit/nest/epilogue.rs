@@ -57,8 +57,6 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: Loops) -> State
 fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statements, i64) {
     let mut writer = Writer::new(graph, space);
     writer.given = Some(value);
-    let mut stores = space.loops.nest.stores.iter();
-    writer.near = stores.all(|store| writer.buffer_dtype(store.buffer).size() == 2);
     writer.several = Some(bit(loops.row.0));
     writer.turns = loops.row.1;
     writer.begin_points();

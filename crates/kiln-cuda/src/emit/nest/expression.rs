@@ -134,8 +134,12 @@ impl Writer<'_> {
                 let place = places.fold(Place::default(), Place::and);
                 let name = |at: usize| registers[at].name.as_str();
                 let of = registers[0].dtype;
+                let near = self.near.contains(&value);
                 let text = match op {
-                    Op::Unary(op) if self.near && of.compute() == DType::F32 => c::near(*op, of, name(0)),
+                    Op::Unary(op) if near && of.compute() == DType::F32 => c::near(*op, of, name(0)),
+                    Op::Binary(BinaryOp::Div) if near && of.compute() == DType::F32 => {
+                        format!("kiln_near_quotient({}, {})", name(0), name(1))
+                    }
                     Op::Unary(op) => c::unary(*op, of, name(0)),
                     Op::Binary(op) => c::binary(*op, of, name(0), name(1)),
                     Op::Compare(op) => c::compare(*op, name(0), name(1)),
@@ -160,7 +164,9 @@ impl Writer<'_> {
             return None;
         }
         let divisor = self.divisor(&b);
-        Some(self.define(dtype, a.place.and(b.place), &format!("{divisor}.of({})", a.name)))
+        let function = if self.near.contains(&value) { "near" } else { "of" };
+        let text = format!("{divisor}.{function}({})", a.name);
+        Some(self.define(dtype, a.place.and(b.place), &text))
     }
 
     /// The name of what divides by `register`.
@@ -258,7 +264,7 @@ impl Writer<'_> {
     fn power(&mut self, value: Value, index: &[Index]) -> Option<Register> {
         let (base, exponent) = power_of_number(self.graph, &self.space.loops.nest, value)?;
         let (u, s) = (self.eval(base, index), self.eval(exponent, &[]));
-        let function = if self.near {
+        let function = if self.near.contains(&value) {
             "kiln_near_power_of"
         } else {
             "kiln_power_of"

@@ -217,7 +217,12 @@ impl Writer<'_> {
         let (address, x) = (format!("a{at}"), &register.name);
         let ty = c::memory_type(dtype);
         let (first, each) = (self.index_text(&within, false), self.index_text(&within, true));
-        let narrowed = c::narrowed(dtype, x);
+        let data = self.graph.def(store.value);
+        let is_rounded = data.op == Op::Cast(dtype) && self.graph.dtype(data.inputs[0]) != dtype;
+        let narrowed = match is_rounded {
+            true => c::narrowed_exactly(dtype, x),
+            false => c::narrowed(dtype, x),
+        };
         let name = self.fresh("y");
         let width = self.width;
         if width == 1 {

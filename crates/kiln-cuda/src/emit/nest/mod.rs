@@ -32,6 +32,7 @@ pub mod epilogue;
 mod expression;
 mod late;
 mod memory;
+mod near;
 mod points;
 mod rows;
 mod shape;

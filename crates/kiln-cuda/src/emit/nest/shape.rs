@@ -301,7 +301,7 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     // Blocks with late results are few: there is no more than one wave of them.
     let mut threads = match group {
         ..=32 => 256,
-        _ if late => group.max(128),
+        _ if late => group.max(256),
         _ => group,
     };
     while threads > group.max(64) && rows * group / threads < 264 {

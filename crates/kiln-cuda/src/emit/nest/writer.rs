@@ -6,6 +6,7 @@ use kiln_compiler::schedule::row_stages::RowStages;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::near::near;
 use super::space::{Seen, Space};
 use super::tiles::Tiles;
 use super::{Argument, c};
@@ -106,13 +107,14 @@ pub(super) struct Writer<'a> {
     pub(super) tiles: Option<Tiles>,
     /// The value that is not loaded but in the lanes of `product` ([`super::epilogue`]).
     pub(super) given: Option<Value>,
-    /// Whether functions may be a little off, because all results are rounded to 16 bits
-    /// (`kiln_near_exp` of `kernels/product/warpgroups.cuh`).
-    pub(super) near: bool,
+    /// The values whose functions may be a little off ([`super::near`]).
+    pub(super) near: FxHashSet<Value>,
 }
 
 impl<'a> Writer<'a> {
     pub(super) fn new(graph: &'a Graph, space: &'a Space) -> Self {
+        let nest = &space.loops.nest;
+        let equal = nest.equal_members(graph);
         Self {
             graph,
             space,
@@ -134,7 +136,8 @@ impl<'a> Writer<'a> {
             divisors: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: RowStages::default(),
-            equal: space.loops.nest.equal_members(graph),
+            near: near(graph, nest, &equal),
+            equal,
             seen: Vec::new(),
             pass: 0,
             evaluated: FxHashMap::default(),
@@ -145,7 +148,6 @@ impl<'a> Writer<'a> {
             parts: false,
             tiles: None,
             given: None,
-            near: false,
         }
     }
 

@@ -33,6 +33,16 @@ inline kiln_u64 kiln_partner(kiln_u64 x, int apart) { return __shfl_xor_sync(0xf
 inline float kiln_partner(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 inline double kiln_partner(double x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 
+// Waits for all threads of the own group of some warps. A block has at most fifteen such groups.
+template <int GROUP> inline void kiln_group_barrier()
+{
+#ifdef KILN_HOST
+    __syncthreads();
+#else
+    asm volatile("bar.sync %0, %1;" :: "r"(1 + threadIdx.x / GROUP), "n"(GROUP) : "memory");
+#endif
+}
+
 // What the GROUP threads of each group have, joined; every thread of the group gets it. Pairs are joined,
 // then pairs of pairs, which gives both of a pair the same bits; then the warps are joined one after the
 // other.
@@ -47,9 +57,9 @@ template <class By, int GROUP, class T> inline T kiln_group(T x)
         __shared__ T warps[32];
         const int first = threadIdx.x / GROUP * count;
         // Nobody writes these parts before everybody has read those of the reduction before.
-        __syncthreads();
+        kiln_group_barrier<GROUP>();
         if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-        __syncthreads();
+        kiln_group_barrier<GROUP>();
         x = warps[first];
         for (int warp = 1; warp < count; warp++) x = By::join(x, warps[first + warp]);
     }

@@ -29,6 +29,9 @@ template <> struct kiln_element<kiln_bf16> {
     static inline kiln_bf16 of(float x) { return kiln_narrow<kiln_bf16>(x); }
 };
 
+// A number that is one of bf16.
+inline kiln_bf16 kiln_upper(float x) { return { (kiln_u16)(__float_as_uint(x) >> 16) }; }
+
 // N neighbours, moved at once. The address is a multiple of their size, or of 16.
 template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) kiln_lanes { T at[N]; };
 
@@ -182,6 +185,9 @@ struct kiln_divisor {
         const float corrected = fmaf(fmaf(-first, by, a), inverse, first);
         return first != 0 && fabsf(corrected) < kiln_infinity() ? corrected : first;
     }
+
+    // Within two units in the last place.
+    __device__ float near(float a) const { return a * scale * inverse; }
 };
 
 inline float kiln_rem(float a, float b)
@@ -214,6 +220,84 @@ inline float kiln_power_of(float u, float s)
 {
     if (s != -1.0f) return expf(logf(u) * s);
     return kiln_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
+}
+
+// ---- functions that are a little off ----
+//
+// With a relative error of 2^-20 (an exponential more, for a large exponent: 2^-24 of it), and zero for what is not
+// normal. They take two instructions where correct rounding takes eight to twenty.
+
+#ifdef KILN_HOST
+inline float kiln_near_exp(float x) { return expf(x); }
+inline float kiln_near_reciprocal(float x) { return 1 / x; }
+inline float kiln_near_sqrt(float x) { return sqrtf(x); }
+inline float kiln_near_rsqrt(float x) { return 1 / sqrtf(x); }
+inline float kiln_near_quotient(float a, float b) { return a / b; }
+inline float kiln_near_clamped(float x, float most) { return x > most ? most : x < -most ? -most : x; }
+#else
+inline float kiln_near_exp(float x)
+{
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
+    return y;
+}
+inline float kiln_near_reciprocal(float x)
+{
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline float kiln_near_sqrt(float x)
+{
+    float y;
+    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline float kiln_near_rsqrt(float x)
+{
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+inline float kiln_near_quotient(float a, float b)
+{
+    float y;
+    asm("div.full.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+}
+// NaN stays NaN.
+inline float kiln_near_clamped(float x, float most)
+{
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;\n\tmax.NaN.f32 %0, %0, %3;" : "=f"(y) : "f"(x), "f"(most), "f"(-most));
+    return y;
+}
+#endif
+
+inline float kiln_near_sigmoid(float x) { return kiln_near_reciprocal(1.0f + kiln_near_exp(-x)); }
+
+// x times a quotient of polynomials of x^2, fitted on [-3.84, 3.84], beyond which the function is one for an f32.
+inline float kiln_near_erf(float x)
+{
+    x = kiln_near_clamped(x, 3.84f);
+    const float z = x * x;
+    float above = fmaf(2.0988557e-6f, z, 2.8764905e-4f), below = fmaf(3.8738777e-5f, z, 1.1640869e-3f);
+    above = fmaf(above, z, 3.7477936e-3f);
+    below = fmaf(below, z, 1.4930954e-2f);
+    above = fmaf(above, z, 5.2704554e-2f);
+    below = fmaf(below, z, 1.1382715e-1f);
+    above = fmaf(above, z, 1.8957974e-1f);
+    below = fmaf(below, z, 5.0134277e-1f);
+    above = fmaf(above, z, 1.1283791f);
+    below = fmaf(below, z, 1.0f);
+    return x * above * kiln_near_reciprocal(below);
+}
+
+// As `kiln_power_of`.
+inline float kiln_near_power_of(float u, float s)
+{
+    if (s != -1.0f) return kiln_power_of(u, s);
+    return kiln_near_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
 }
 
 // ---- random numbers, with the bits of kiln_graph::philox ----

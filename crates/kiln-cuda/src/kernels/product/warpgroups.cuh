@@ -53,31 +53,6 @@ template <class T> void kiln_store_eight(T* to, const float (&x)[8])
     *(uint4*)to = make_uint4(kiln_pack<T>(x[0], x[1]), kiln_pack<T>(x[2], x[3]), kiln_pack<T>(x[4], x[5]), kiln_pack<T>(x[6], x[7]));
 }
 
-// What a nest computes with whose results are all rounded to 16 bits: instructions with a relative error of 2^-20, that
-// take what is not normal for zero. Warps that finish have no time for the eight to twenty that round correctly.
-inline float kiln_near_exp(float x)
-{
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504088896341f));
-    return y;
-}
-
-inline float kiln_near_reciprocal(float x)
-{
-    float y;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-inline float kiln_near_sigmoid(float x) { return kiln_near_reciprocal(1.0f + kiln_near_exp(-x)); }
-
-// As `kiln_power_of`.
-inline float kiln_near_power_of(float u, float s)
-{
-    if (s != -1.0f) return kiln_power_of(u, s);
-    return kiln_near_reciprocal(u < 0 ? __uint_as_float(0x7fc00000u) : u + 0.0f);
-}
-
 inline void kiln_barrier_begin(kiln_u32 barrier, int arrivals)
 {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(barrier), "r"(arrivals) : "memory");
