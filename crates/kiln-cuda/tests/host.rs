@@ -517,7 +517,8 @@ out[32768 + i] = __float_as_uint((float)(fabs(near - exact) / fabs(exact)));",
     };
     let step = HostStep::build(&kernel.code()).unwrap();
     // 2^-30 to 2^18 in steps of 2^-8 of an octave, of both signs, and what is no number.
-    let size = |i: usize| 2.0_f32.powf((i / 2) as f32 / 256.0 - 30.0) * if i % 2 == 0 { 1.0 } else { -1.0 };
+    let size =
+        |i: usize| 2.0_f32.powf((i / 2) as f32 / 256.0 - 30.0) * if i.is_multiple_of(2) { 1.0 } else { -1.0 };
     let mut x: Vec<f32> = (0..COUNT).map(size).collect();
     let special = [0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
     x[..special.len()].copy_from_slice(&special);

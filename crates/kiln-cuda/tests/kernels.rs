@@ -60,7 +60,7 @@ extern "C" __global__ void near(const float* x, const float* y, float* errors)
     errors[2 * count + i] = off(kiln_near_erf(a), erf((double)a));
     errors[3 * count + i] = off(kiln_near_sqrt(a), sqrt((double)a));
     errors[4 * count + i] = off(kiln_near_rsqrt(a), 1.0 / sqrt((double)a));
-    errors[5 * count + i] = off(kiln_near_reciprocal(a), 1.0 / (double)a);
+    errors[5 * count + i] = off(kiln_reciprocal(a), 1.0 / (double)a);
     errors[6 * count + i] = off(kiln_near_quotient(a, b), (double)a / (double)b);
     errors[7 * count + i] = off(kiln_divisor(b).near(a), (double)a / (double)b);
 }
@@ -238,9 +238,8 @@ fn sixteen_bits_become_thirty_two_and_back() {
 #[test]
 fn functions_that_are_a_little_off() {
     let Some(gpu) = gpu() else { return };
-    // Every size that is normal, both zeros, infinities and NaN.
+    // Every size, both zeros, infinities and NaN.
     let pattern = |seed: u64, i: u64| f32::from_bits(philox::block(seed, 0, i)[0]);
-    let normal = |x: f32| if x.is_subnormal() { 0.0_f32.copysign(x) } else { x };
     let special = [
         0.0,
         -0.0,
@@ -251,10 +250,10 @@ fn functions_that_are_a_little_off() {
         f32::MAX,
         f32::MIN_POSITIVE,
     ];
-    let mut x: Vec<f32> = (0..1 << 18).map(|i| normal(pattern(3, i))).collect();
+    let mut x: Vec<f32> = (0..1 << 18).map(|i| pattern(3, i)).collect();
     x.extend(random(1 << 16, 5).iter().map(|x| 10.0 * x));
     x.extend(random(1 << 16, 6).iter().map(|x| 90.0 * x));
-    let mut y: Vec<f32> = (0..x.len() as u64).map(|i| normal(pattern(4, i))).collect();
+    let mut y: Vec<f32> = (0..x.len() as u64).map(|i| pattern(4, i)).collect();
     for (place, (a, b)) in special.iter().flat_map(|a| special.map(|b| (*a, b))).enumerate() {
         (x[place], y[place]) = (a, b);
     }

@@ -172,7 +172,7 @@ pub fn near(op: UnaryOp, dtype: DType, x: &str) -> String {
         UnaryOp::Exp | UnaryOp::Sqrt | UnaryOp::Rsqrt | UnaryOp::Erf | UnaryOp::Sigmoid => {
             format!("kiln_near_{}({x})", op.name())
         }
-        UnaryOp::Recip => format!("kiln_near_reciprocal({x})"),
+        UnaryOp::Recip => format!("kiln_reciprocal({x})"),
         op => unary(op, dtype, x),
     }
 }

@@ -7,10 +7,10 @@ use crate::build::{Key, Source};
 use crate::code::{CallKind, Function, FunctionText, Pointer, StepCode, Trial};
 use crate::error::{CudaError, Result};
 use crate::kernels::PRELUDE;
-use crate::products::{random, time_runs};
+use crate::products::{PreparedProduct, Product, Trial as ProductTrial, random, time_in_turns};
 use crate::runtime::{Arguments, Launch, Module, Storage};
 
-/// Runs of a kernel of Kiln's own that are timed together at most, as many as of the library's.
+/// Runs of a kernel of Kiln's own, and of the library's calls, that are timed together at most.
 const RUNS: u32 = 10;
 /// What a kernel is called while it is timed.
 const NAME: &str = "trial";
@@ -26,9 +26,7 @@ pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Res
     };
     if let Some(trial) = trial {
         return match &own[..] {
-            [own] if !trial.always => {
-                Ok(products_time(gpu, functions, library)? <= own_time(gpu, functions, trial, own))
-            }
+            [own] if !trial.always => Ok(own_share(gpu, functions, trial, library, own)? >= 1.0),
             _ => Ok(false),
         };
     }
@@ -70,20 +68,21 @@ fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f3
             own,
             trial: Some(trial),
         } => {
-            let library = products_time(gpu, functions, library)?;
-            let own = match &own[..] {
-                [own] => own_time(gpu, functions, trial, own),
-                _ => f32::INFINITY,
+            let share = match &own[..] {
+                [own] => own_share(gpu, functions, trial, library, own)?,
+                _ => 1.0,
             };
-            Ok(library.min(own))
+            Ok(products_time(gpu, functions, library)? * share.min(1.0))
         }
         _ => Ok(f32::INFINITY),
     }
 }
 
-/// A product's own kernel, with what its time is kept under.
+/// A product's own kernel beside the library's calls, with what their times are kept under.
 struct Candidate<'a> {
     trial: &'a Trial,
+    /// The library's products, and what working memory each may have.
+    library: Vec<(&'a Product, usize)>,
     text: &'a FunctionText,
     grid: [u32; 3],
     shared_bytes: u32,
@@ -93,7 +92,14 @@ struct Candidate<'a> {
 }
 
 impl<'a> Candidate<'a> {
-    fn new(gpu: &Gpu, functions: &'a [Function], trial: &'a Trial, own: &'a CallKind) -> Option<Self> {
+    /// None if `own` is no launch.
+    fn new(
+        gpu: &Gpu,
+        functions: &'a [Function],
+        trial: &'a Trial,
+        library: &'a [CallKind],
+        own: &'a CallKind,
+    ) -> Result<Option<Self>> {
         let CallKind::Launch {
             function,
             grid,
@@ -101,26 +107,36 @@ impl<'a> Candidate<'a> {
             arguments,
         } = own
         else {
-            return None;
+            return Ok(None);
         };
         let text = &functions[*function].text;
         let source = Source {
             name: NAME.into(),
             text: format!("{PRELUDE}{}", text.source(NAME, false)),
         };
-        let description = format!("{:?} {grid:?} {}", trial.product, source.text);
-        Some(Self {
+        let products = library.iter().filter_map(|call| match call {
+            CallKind::Product {
+                product, workspace, ..
+            } => Some((&**product, workspace.1)),
+            _ => None,
+        });
+        let library: Vec<(&Product, usize)> = products.collect();
+        let description = format!("{:?} {library:?} {grid:?} {}", trial.product, source.text);
+        let device = &gpu.device().description().name;
+        let version = gpu.multiplier()?.version();
+        Ok(Some(Self {
             trial,
+            library,
             text,
             grid: *grid,
             shared_bytes: *shared_bytes,
             arguments,
-            key: Key::of(&["own product", &gpu.device().description().name, &description]),
+            key: Key::of(&["own product beside the library's", device, version, &description]),
             source,
-        })
+        }))
     }
 
-    /// Microseconds of the product by this kernel, whose machine code is `image`.
+    /// The time of this kernel, whose machine code is `image`, as a part of that of the library's calls.
     fn measure(&self, gpu: &Gpu, image: &[u8]) -> Result<f32> {
         let stream = gpu.stream();
         let module = Module::load(gpu.device(), NAME, image)?;
@@ -149,13 +165,32 @@ impl<'a> Candidate<'a> {
             shared_bytes: self.shared_bytes,
             arguments: given,
         };
+        let mut products = self.products(gpu)?;
+        let mut library = || {
+            products
+                .iter_mut()
+                .try_for_each(|(product, memory)| product.run(stream, &memory.arguments()))
+        };
         // SAFETY: the kernel computes this product, from operands and into a result of its sizes.
-        time_runs(stream, RUNS, None, || unsafe { stream.launch(&launch) })
+        let mut own = || unsafe { stream.launch(&launch) };
+        let times = time_in_turns(stream, RUNS, &mut [&mut library, &mut own])?;
+        Ok(times[1] / times[0])
+    }
+
+    /// The library's calls, each with memory to try it on.
+    fn products<'g>(&self, gpu: &'g Gpu) -> Result<Vec<(PreparedProduct<'g>, ProductTrial)>> {
+        let prepared = |&(product, workspace): &(&Product, usize)| {
+            let choice = gpu.choice(product, workspace)?;
+            let prepared = gpu.multiplier()?.prepare(product, &choice)?;
+            let memory = ProductTrial::new(gpu.stream(), product, prepared.workspace_bytes())?;
+            Ok((prepared, memory))
+        };
+        self.library.iter().map(prepared).collect()
     }
 }
 
-/// Measures the kernels of Kiln's own for all products of `code` whose times are not known: they are compiled
-/// at once, on all cores.
+/// Measures the kernels of Kiln's own for all products of `code` beside the library's calls, where that is not
+/// known: they are compiled at once, on all cores.
 pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     let mut candidates: Vec<Candidate<'_>> = Vec::new();
     let mut left: Vec<&CallKind> = code.calls.iter().map(|call| &call.kind).collect();
@@ -167,34 +202,40 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
         let (Some(trial), [own]) = (trial, &own[..]) else {
             continue;
         };
-        let found = Candidate::new(gpu, &code.functions, trial, own).filter(|_| !trial.always);
+        let found = Candidate::new(gpu, &code.functions, trial, library, own)?.filter(|_| !trial.always);
         let is_new = |found: &Candidate<'_>| {
-            gpu.known_time(&found.key).is_none() && candidates.iter().all(|other| other.key != found.key)
+            gpu.known_share(&found.key).is_none() && candidates.iter().all(|other| other.key != found.key)
         };
         candidates.extend(found.filter(is_new));
     }
     let sources: Vec<Source> = candidates.iter().map(|it| it.source.clone()).collect();
     let compiled = gpu.compiler().compile(&sources)?;
     for (candidate, compiled) in candidates.iter().zip(&compiled) {
-        if let Some(time) = if_there_is_memory(candidate.measure(gpu, &compiled.image))? {
-            gpu.keep_time(&candidate.key, time);
+        if let Some(share) = if_there_is_memory(candidate.measure(gpu, &compiled.image))? {
+            gpu.keep_share(&candidate.key, share);
         }
     }
     Ok(())
 }
 
-/// Microseconds of the product by Kiln's own kernel, as [`measure`] has found them; one that could not be tried is
-/// not taken.
-fn own_time(gpu: &Gpu, functions: &[Function], trial: &Trial, own: &CallKind) -> f32 {
-    let candidate = Candidate::new(gpu, functions, trial, own);
-    let known = candidate.and_then(|candidate| gpu.known_time(&candidate.key));
-    known.unwrap_or(f32::INFINITY)
+/// The time of Kiln's own kernel as a part of the library's, as [`measure`] has found it; one that could not be
+/// tried is not taken.
+fn own_share(
+    gpu: &Gpu,
+    functions: &[Function],
+    trial: &Trial,
+    library: &[CallKind],
+    own: &CallKind,
+) -> Result<f32> {
+    let candidate = Candidate::new(gpu, functions, trial, library, own)?;
+    let known = candidate.and_then(|candidate| gpu.known_share(&candidate.key));
+    Ok(known.unwrap_or(f32::INFINITY))
 }
 
-/// The time; none if there was no memory for operands to measure it on.
+/// What was measured; none if there was no memory for operands to measure it on.
 fn if_there_is_memory(measured: Result<f32>) -> Result<Option<f32>> {
     match measured {
-        Ok(time) => Ok(Some(time)),
+        Ok(share) => Ok(Some(share)),
         Err(CudaError::OutOfMemory { .. }) => Ok(None),
         Err(error) => Err(error),
     }

@@ -32,8 +32,8 @@ pub struct Gpu {
     multiplier: OnceLock<Multiplier>,
     /// The algorithms that were found for products, by their description.
     choices: Mutex<HashMap<Product, Choice>>,
-    /// Microseconds that products take by kernels of Kiln's own.
-    times: Mutex<HashMap<Key, f32>>,
+    /// Times of kernels of Kiln's own, as parts of the library's.
+    shares: Mutex<HashMap<Key, f32>>,
     /// cuDNN, looked for when the first step is compiled; none if the machine has none.
     cudnn: OnceLock<Option<Cudnn>>,
     /// cuDNN on this device, started by the first step with a convolution; none if it does not start.
@@ -105,7 +105,7 @@ impl Gpu {
             device: device.clone(),
             multiplier: OnceLock::new(),
             choices: Mutex::default(),
-            times: Mutex::default(),
+            shares: Mutex::default(),
             cudnn: OnceLock::new(),
             convolver: OnceLock::new(),
             plans: Mutex::default(),
@@ -322,23 +322,24 @@ impl Gpu {
         Ok(choice)
     }
 
-    /// The microseconds of a kernel, if they were measured before, by this process or by an earlier one.
-    pub(super) fn known_time(&self, key: &Key) -> Option<f32> {
-        let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(&known) = times.get(key) {
+    /// The time of a kernel as a part of another way's, if that was measured before, by this process or by an
+    /// earlier one.
+    pub(super) fn known_share(&self, key: &Key) -> Option<f32> {
+        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(&known) = shares.get(key) {
             return Some(known);
         }
         let stored = self.store.get(key)?;
         let known = serde_json::from_slice(&stored.content).ok()?;
-        times.insert(*key, known);
+        shares.insert(*key, known);
         Some(known)
     }
 
-    /// Keeps the microseconds of a kernel.
-    pub(super) fn keep_time(&self, key: &Key, microseconds: f32) {
-        let mut times = self.times.lock().unwrap_or_else(PoisonError::into_inner);
-        times.insert(*key, microseconds);
-        if let Ok(bytes) = serde_json::to_vec(&microseconds) {
+    /// Keeps the time of a kernel as a part of another way's.
+    pub(super) fn keep_share(&self, key: &Key, share: f32) {
+        let mut shares = self.shares.lock().unwrap_or_else(PoisonError::into_inner);
+        shares.insert(*key, share);
+        if let Ok(bytes) = serde_json::to_vec(&share) {
             self.store.put(key, &bytes, "time of a kernel", "");
         }
     }

@@ -12,11 +12,13 @@ mod describe;
 mod product;
 mod run;
 mod search;
+mod timing;
 
 pub use product::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 pub use run::{Place, PreparedProduct, ProductArguments};
 pub use search::{Choice, SearchLimits};
-pub(crate) use search::{random, time_runs};
+pub(crate) use search::{Trial, random};
+pub(crate) use timing::{time_in_turns, time_runs};
 
 use crate::error::{CudaError, Result};
 use crate::libraries::CublasLt;

@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::describe::{Described, Preference};
 use super::product::{Number, Product, ScalarsFrom};
 use super::run::{Place, ProductArguments};
+use super::timing::{Call, time_in_turns, time_runs};
 use super::{Multiplier, PreparedProduct, check};
 use crate::error::{CudaError, Result};
 use crate::runtime::{Storage, Stream};
@@ -56,11 +57,11 @@ pub struct Choice {
     pub library: String,
 }
 
-/// A first run this many times as slow as the best is not timed further.
-const HOPELESS: f32 = 2.0;
-/// Microseconds that the timed runs of one algorithm should take together, so that the clock's half
-/// microsecond is little.
-const TIMED_MICROSECONDS: f32 = 500.0;
+/// Algorithms that are timed again, in turns, if they are slower than the fastest by no more than this factor:
+/// the clock of a device moves, and what is timed later meets another one.
+const CLOSE: f32 = 1.1;
+/// How many of them at most, the fastest ones.
+const FINALISTS: usize = 4;
 
 impl Multiplier {
     /// Times the library's algorithms for `product` and returns the fastest.
@@ -70,17 +71,17 @@ impl Multiplier {
     /// on, [`CudaError::Lost`].
     pub fn search(&self, stream: &Stream, product: &Product, limits: SearchLimits) -> Result<Choice> {
         let candidates = self.candidates(product, limits)?;
-        let trial = Trial::new(stream, product, &candidates)?;
-        let mut best: Option<Choice> = None;
-        let mut first = None;
-        let mut timed = 0;
+        let workspace = candidates.iter().map(|candidate| candidate.workspace_bytes);
+        let trial = Trial::new(stream, product, workspace.max().unwrap_or(0))?;
+        let mut timed: Vec<Timed<'_>> = Vec::new();
+        let mut fastest: Option<f32> = None;
         let mut refused = None;
         for candidate in &candidates {
             let described = Described::new(self, product)?;
             let mut prepared =
                 self.prepared(product, described, candidate.algorithm, candidate.workspace_bytes);
-            let fastest = best.as_ref().map(|best| best.microseconds);
-            let microseconds = match trial.time(stream, &mut prepared, limits.runs, fastest) {
+            let run = || prepared.run(stream, &trial.arguments());
+            let microseconds = match time_runs(stream, limits.runs, fastest, run) {
                 Ok(microseconds) => microseconds,
                 Err(error @ CudaError::Product { .. }) => {
                     refused = Some(error);
@@ -88,22 +89,42 @@ impl Multiplier {
                 }
                 Err(error) => return Err(error),
             };
-            timed += 1;
-            first.get_or_insert(microseconds);
-            if fastest.is_none_or(|fastest| microseconds < fastest) {
-                best = Some(Choice {
-                    algorithm: candidate.algorithm.0,
-                    workspace_bytes: candidate.workspace_bytes as u64,
-                    microseconds,
-                    first_microseconds: microseconds,
-                    timed,
-                    library: self.version().to_owned(),
-                });
+            fastest = Some(fastest.map_or(microseconds, |fastest| fastest.min(microseconds)));
+            timed.push(Timed {
+                candidate,
+                prepared,
+                microseconds,
+            });
+        }
+        let count = timed.len();
+        let first = timed.first().map(|first| first.microseconds);
+        let fastest = fastest.ok_or_else(|| refused.unwrap_or_else(|| no_algorithm(product)))?;
+        timed.retain(|it| it.microseconds <= CLOSE * fastest);
+        timed.sort_by(|a, b| a.microseconds.total_cmp(&b.microseconds));
+        timed.truncate(FINALISTS);
+        if timed.len() > 1 {
+            let mut runs: Vec<_> = timed
+                .iter_mut()
+                .map(|it| || it.prepared.run(stream, &trial.arguments()))
+                .collect();
+            let mut calls: Vec<Call<'_>> = runs.iter_mut().map(|run| run as Call<'_>).collect();
+            let times = time_in_turns(stream, limits.runs, &mut calls)?;
+            for (it, microseconds) in timed.iter_mut().zip(times) {
+                it.microseconds = microseconds;
             }
         }
-        let mut best = best.ok_or_else(|| refused.unwrap_or_else(|| no_algorithm(product)))?;
-        best.timed = timed;
-        best.first_microseconds = first.unwrap_or(best.microseconds);
+        let best = timed
+            .into_iter()
+            .min_by(|a, b| a.microseconds.total_cmp(&b.microseconds))
+            .ok_or_else(|| no_algorithm(product))?;
+        let best = Choice {
+            algorithm: best.candidate.algorithm.0,
+            workspace_bytes: best.candidate.workspace_bytes as u64,
+            microseconds: best.microseconds,
+            first_microseconds: first.unwrap_or(best.microseconds),
+            timed: count,
+            library: self.version().to_owned(),
+        };
         tracing::debug!(%product, ?best, "an algorithm was chosen");
         Ok(best)
     }
@@ -178,8 +199,15 @@ fn no_algorithm(product: &Product) -> CudaError {
     }
 }
 
-/// Memory to try algorithms on.
-struct Trial {
+/// An algorithm that was timed.
+struct Timed<'a> {
+    candidate: &'a HeuristicResult,
+    prepared: PreparedProduct<'a>,
+    microseconds: f32,
+}
+
+/// Memory to try a product on.
+pub(crate) struct Trial {
     left: Arc<Storage>,
     right: Arc<Storage>,
     result: Arc<Storage>,
@@ -189,12 +217,8 @@ struct Trial {
 }
 
 impl Trial {
-    fn new(stream: &Stream, product: &Product, candidates: &[HeuristicResult]) -> Result<Self> {
-        let workspace = candidates
-            .iter()
-            .map(|candidate| candidate.workspace_bytes)
-            .max()
-            .unwrap_or(0);
+    /// Operands of random bits for `product`, and so many bytes of working memory.
+    pub(crate) fn new(stream: &Stream, product: &Product, workspace_bytes: usize) -> Result<Self> {
         let number = product.result.number;
         // As factors: alpha is 1 and beta 0.
         let scalars = Arc::new(Storage::allocate(stream, 16)?);
@@ -211,62 +235,22 @@ impl Trial {
             result: random(stream, product.result_bytes(), number)?,
             vector: random(stream, product.vector_bytes(), number)?,
             scalars,
-            workspace: Arc::new(Storage::allocate(stream, workspace)?),
+            workspace: Arc::new(Storage::allocate(stream, workspace_bytes)?),
         })
     }
 
-    /// Microseconds of one run; a first guess if that is hopeless beside `fastest`.
-    fn time(
-        &self,
-        stream: &Stream,
-        prepared: &mut PreparedProduct<'_>,
-        runs: u32,
-        fastest: Option<f32>,
-    ) -> Result<f32> {
+    /// The arguments of a run.
+    pub(crate) fn arguments(&self) -> ProductArguments<'_> {
         let place = |storage| -> Option<Place<'_>> { Some((storage, 0)) };
-        let arguments = ProductArguments {
+        ProductArguments {
             left: (&self.left, 0),
             right: (&self.right, 0),
             result: (&self.result, 0),
             vector: place(&self.vector),
             scalars: place(&self.scalars),
             workspace: place(&self.workspace),
-        };
-        time_runs(stream, runs, fastest, || prepared.run(stream, &arguments))
-    }
-}
-
-/// Microseconds of one of at most `runs` runs of a library's call that `run` queues; a first guess if that is
-/// hopeless beside `fastest`.
-pub(crate) fn time_runs(
-    stream: &Stream,
-    runs: u32,
-    fastest: Option<f32>,
-    mut run: impl FnMut() -> Result<()>,
-) -> Result<f32> {
-    let mut time = |runs: u32| -> Result<f32> {
-        let start = stream.record_time()?;
-        for _ in 0..runs {
-            run()?;
         }
-        let end = stream.record_time()?;
-        #[allow(clippy::cast_precision_loss, reason = "a count of at most some dozens")]
-        let runs = runs as f32;
-        Ok(end.milliseconds_since(&start)? * 1000.0 / runs)
-    };
-    // The first run loads the library's code.
-    time(1)?;
-    let guess = time(1)?;
-    if fastest.is_some_and(|fastest| guess > HOPELESS * fastest.max(10.0)) {
-        return Ok(guess);
     }
-    #[allow(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "between one and `runs`"
-    )]
-    let runs = (TIMED_MICROSECONDS / guess.max(1.0)).clamp(1.0, runs.max(1) as f32) as u32;
-    Ok(time(runs)?.min(time(runs)?))
 }
 
 /// `bytes` bytes of random numbers between -1 and 1.

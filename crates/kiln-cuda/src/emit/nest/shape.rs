@@ -298,7 +298,8 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     // Late results that do not fit are accumulated in memory, by one group a block.
     let group = if !unrolled && bytes > 0 { 1024 } else { group };
     let late = !lates.is_empty();
-    // Blocks with late results are few: there is no more than one wave of them.
+    // Blocks with late results are few: there is no more than one wave of them, and each leaves a part of every
+    // result.
     let mut threads = match group {
         ..=32 => 256,
         _ if late => group.max(256),
