@@ -70,7 +70,8 @@ impl Compiled {
     ///
     /// # Panics
     ///
-    /// If `closure` panics, with the same payload. Nothing it recorded has happened.
+    /// If `closure` panics, with the same payload. Tensors that it has left somewhere have their values, as they
+    /// would without Kiln; nothing else that it recorded is computed.
     pub fn run<R>(&mut self, closure: impl FnOnce() -> R) -> Result<R, Error> {
         self.region.run(closure)
     }

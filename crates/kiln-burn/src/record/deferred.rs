@@ -2,8 +2,9 @@
 //!
 //! A frozen region ([`CompileOptions::frozen`]) refuses a recording that no compiled step fits, but the
 //! recorded closure has assigned tensors: in a training loop the whole model. Computing them is forbidden,
-//! and taking them away would lose the model. So the recording is kept for these tensors. None of its
-//! operations runs unless one of the tensors is used; then it is run node by node, as by
+//! and taking them away would lose the model. A closure that panics may have assigned some, too, such as
+//! running statistics, of which the program most often uses none. So the recording is kept for these tensors.
+//! None of its operations runs unless one of the tensors is used; then it is run node by node, as by
 //! [`super::salvage`]. Tensors that are dropped unused cost nothing.
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,6 +26,13 @@ impl Keeper for Deferred {
         let Some(recorded) = recorded.take() else {
             return;
         };
+        tracing::warn!(
+            target: "kiln",
+            "a call of `{}` did not end, and a tensor that it has assigned is needed: its {} operations run one \
+             by one on the CPU",
+            self.options.name,
+            recorded.operations.len(),
+        );
         let ids = recorded.output_ids.clone();
         let slots = salvage::compute(&self.options, recorded);
         ids.into_iter()

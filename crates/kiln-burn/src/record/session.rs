@@ -27,6 +27,7 @@ use burn_ir::{OperationIr, TensorId, TensorIr};
 use kiln_profile::Category;
 
 use super::breaks::{BreakReason, GraphBreak};
+use super::deferred;
 use super::host_operations;
 use super::location::user_location;
 use super::recording::{Recorded, Recording};
@@ -165,6 +166,17 @@ impl Session {
             self.error.get_or_insert(error);
         }
         self.look_up_lines();
+    }
+
+    /// Ends the recording of a closure that has panicked. Without Kiln its tensors would have values, and the
+    /// program may go on with those that it has put somewhere: they are salvaged, or computed when they are
+    /// used.
+    fn leave(&mut self) {
+        let recorded = self.take_recording();
+        match self.region.salvages {
+            true => salvage::run(&self.region.options, recorded),
+            false => deferred::enter(&self.region.options, recorded),
+        }
     }
 
     /// Discards the recording; its tensors report `reason`, unless they are salvaged.

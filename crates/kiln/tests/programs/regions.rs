@@ -17,6 +17,8 @@ programs! {
     a_loop_in_a_region_that_reads_the_loss => Any,
     a_region_that_returns_its_input => Any,
     a_panic_in_a_region => Any,
+    a_panic_in_a_region_with_batch_norm => Any,
+    a_panic_in_a_region_that_has_updated => Any,
     regions_in_regions => Any,
     a_function_without_autograd => Any,
     a_function_under_autograd => Any,
@@ -108,6 +110,43 @@ fn a_panic_in_a_region(p: &Program) {
         p.look("loss", &result.ok());
         p.look("weight", &model.first.weight.val());
     }
+}
+
+/// The running statistics have seen the batch that failed, as they have without Kiln.
+fn a_panic_in_a_region_with_batch_norm(p: &Program) {
+    let (mut model, mut optim, mut region) = (p.normed(), adamw(), p.region());
+    for call in 0..CALLS {
+        let x = p.x(call);
+        let fails = call == 0 || call == 4;
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            region.run(|| {
+                let loss = energy(model.forward(x));
+                assert!(!fails, "a bad batch");
+                body!(model, optim, loss)
+            })
+        }));
+        assert_eq!(result.is_err(), fails);
+        p.look("loss", &result.ok());
+        p.look("prediction", &model.valid().forward(p.x(call).inner()));
+    }
+}
+
+/// A step that fails behind its update has a new model, which the program goes on with.
+fn a_panic_in_a_region_that_has_updated(p: &Program) {
+    let (mut model, mut optim, mut region) = (p.dropped(), adamw(), p.region());
+    for call in 0..CALLS {
+        let x = p.x(call);
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            region.run(|| {
+                let loss = body!(model, optim, energy(model.forward(x)));
+                assert!(call != 1 && call != 4, "a bad batch");
+                loss
+            })
+        }));
+        assert_eq!(result.is_err(), call == 1 || call == 4);
+        p.look("loss", &result.ok());
+    }
+    p.look("weight", &model.first.weight.val());
 }
 
 fn regions_in_regions(p: &Program) {

@@ -9,7 +9,6 @@ use super::super::recording::Recorded;
 use super::super::region::{HostRead, LastRun, Region};
 use super::super::report::RegionReport;
 use super::super::sighting::Lines;
-use super::super::step::panic_message;
 use super::{CURRENT, SESSIONS, Session, Shared, is_disabled, lock};
 use crate::error::Error;
 use crate::options::{CompileBackend, CompileOptions};
@@ -119,7 +118,7 @@ impl CompiledRegion {
         run_whole(value, recorded).map(Traced::Whole)
     }
 
-    /// Runs `closure` with its operations recorded. After a panic the recording is gone.
+    /// Runs `closure` with its operations recorded. After a panic nothing is recorded any more.
     fn record<T>(&self, closure: impl FnOnce() -> T) -> Result<T, Error> {
         let result = {
             let _entered = Entered::new(self.session.clone());
@@ -130,15 +129,13 @@ impl CompiledRegion {
             Ok(value) => Ok(value),
             Err(payload) => {
                 let mut session = lock(&self.session);
-                let message = format!(
-                    "the region `{}` panicked: {}",
-                    session.region.options.name,
-                    panic_message(&*payload)
-                );
-                session.discard(&message);
                 match session.error.take() {
-                    Some(error) => Err(error),
+                    Some(error) => {
+                        session.discard(&error.to_string());
+                        Err(error)
+                    }
                     None => {
+                        session.leave();
                         drop(session);
                         resume_unwind(payload)
                     }
