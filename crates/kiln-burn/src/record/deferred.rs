@@ -28,8 +28,8 @@ impl Keeper for Deferred {
         };
         tracing::warn!(
             target: "kiln",
-            "a call of `{}` did not end, and a tensor that it has assigned is needed: its {} operations run one \
-             by one on the CPU",
+            "a call of `{}` did not end, and a tensor that it has assigned is needed: its {} operations run \
+             one by one on the CPU",
             self.options.name,
             recorded.operations.len(),
         );

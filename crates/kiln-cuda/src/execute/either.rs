@@ -12,19 +12,19 @@ use crate::runtime::{Arguments, Launch, Module, Storage};
 
 /// Runs of a kernel of Kiln's own, and of the library's calls, that are timed together at most.
 const RUNS: u32 = 10;
-/// The largest part of the library's time that a kernel of Kiln's own may take. Where the power of the device is
-/// the limit, a few percent less in a short measurement are more in a step: with all products that were timed
-/// below the library's, decoder-2l took 19.8 ms, with those below 0.94 of it 19.4; bert-base and llama-125m took
-/// as long with both (H200).
+/// The largest part of the library's time that a kernel of Kiln's own may take. Where the power of the device
+/// is the limit, a few percent less in a short measurement are more in a step: with all products that were
+/// timed below the library's, decoder-2l took 19.8 ms, with those below 0.94 of it 19.4; bert-base and
+/// llama-125m took as long with both (H200).
 const WORTH: f32 = 0.95;
 /// What a kernel is called while it is timed.
 const NAME: &str = "trial";
 
 /// Whether the library's side of `either` is taken.
 ///
-/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little. A convolution that is a product of
-/// matrices goes to the faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN
-/// refuses.
+/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little. A convolution
+/// that is a product of matrices goes to the faster of cuDNN and that; Kiln's own tiles are only for
+/// convolutions that cuDNN refuses.
 pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Result<bool> {
     let CallKind::Either { library, own, trial } = either else {
         return Ok(true);
@@ -194,8 +194,8 @@ impl<'a> Candidate<'a> {
     }
 }
 
-/// Measures the kernels of Kiln's own for all products of `code` beside the library's calls, where that is not
-/// known: they are compiled at once, on all cores.
+/// Measures the kernels of Kiln's own for all products of `code` beside the library's calls, where that is
+/// not known: they are compiled at once, on all cores.
 pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     let mut candidates: Vec<Candidate<'_>> = Vec::new();
     let mut left: Vec<&CallKind> = code.calls.iter().map(|call| &call.kind).collect();
@@ -204,10 +204,10 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
             continue;
         };
         left.extend(library.iter().chain(own));
-        let (Some(trial), [own]) = (trial, &own[..]) else {
+        let (Some(trial), [own]) = (trial.as_ref().filter(|trial| !trial.always), &own[..]) else {
             continue;
         };
-        let found = Candidate::new(gpu, &code.functions, trial, library, own)?.filter(|_| !trial.always);
+        let found = Candidate::new(gpu, &code.functions, trial, library, own)?;
         let is_new = |found: &Candidate<'_>| {
             gpu.known_share(&found.key).is_none() && candidates.iter().all(|other| other.key != found.key)
         };
@@ -223,8 +223,8 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
     Ok(())
 }
 
-/// The time of Kiln's own kernel as a part of the library's, as [`measure`] has found it; none if it is not worth
-/// taking, or could not be tried.
+/// The time of Kiln's own kernel as a part of the library's, as [`measure`] has found it; none if it is not
+/// worth taking, or could not be tried.
 fn own_share(
     gpu: &Gpu,
     functions: &[Function],

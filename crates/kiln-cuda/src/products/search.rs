@@ -57,8 +57,8 @@ pub struct Choice {
     pub library: String,
 }
 
-/// Algorithms that are timed again, in turns, if they are slower than the fastest by no more than this factor:
-/// the clock of a device moves, and what is timed later meets another one.
+/// Algorithms that are timed again, in turns, if they are slower than the fastest by no more than this
+/// factor: the clock of a device moves, and what is timed later meets another one.
 const CLOSE: f32 = 1.1;
 /// How many of them at most, the fastest ones.
 const FINALISTS: usize = 4;

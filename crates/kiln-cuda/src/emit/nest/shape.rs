@@ -91,7 +91,8 @@ struct Kept {
     /// room, so that all its loads are under way at once.
     once: FxHashSet<Key>,
     once_bytes: i64,
-    /// Those of them that a later pass than the first loads, from the row: that pass would wait for them anew.
+    /// Those of them that a later pass than the first loads, from the row: that pass would wait for them
+    /// anew.
     later: FxHashSet<Key>,
     later_bytes: i64,
 }
@@ -298,8 +299,8 @@ fn complete(space: &Space, lates: &[Late], group: i64, unrolled: bool) -> Shape 
     // Late results that do not fit are accumulated in memory, by one group a block.
     let group = if !unrolled && bytes > 0 { 1024 } else { group };
     let late = !lates.is_empty();
-    // Blocks with late results are few: there is no more than one wave of them, and each leaves a part of every
-    // result.
+    // Blocks with late results are few: there is no more than one wave of them, and each leaves a part of
+    // every result.
     let mut threads = match group {
         ..=32 => 256,
         _ if late => group.max(256),

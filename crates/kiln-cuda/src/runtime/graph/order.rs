@@ -4,16 +4,16 @@
 //! more, kernels that use local memory fail where other processes use the device at the same time. A step of
 //! nine branches with one such kernel (64 bytes a thread), run by ten processes at once, ended with
 //! "unspecified launch failure" or never in 24 of 30 processes; in eight branches it did in none of 80, in
-//! four in none of 40, and with the kernel left out in none of 20 (H100 and H200, driver 580.159). A device has
-//! eight queues by default, but with four (`CUDA_DEVICE_MAX_CONNECTIONS`) nine branches did not fail. Tools find
-//! nothing in the kernels, and a process that has the device for itself never failed: it seems to be the
-//! driver's fault. One of eight kernels of cuBLASLt uses local memory, and one of fourteen of cuDNN, so it
-//! is the branches that are limited, not the kernels.
+//! four in none of 40, and with the kernel left out in none of 20 (H100 and H200, driver 580.159). A device
+//! has eight queues by default, but with four (`CUDA_DEVICE_MAX_CONNECTIONS`) nine branches did not fail.
+//! Tools find nothing in the kernels, and a process that has the device for itself never failed: it seems to
+//! be the driver's fault. One of eight kernels of cuBLASLt uses local memory, and one of fourteen of cuDNN,
+//! so it is the branches that are limited, not the kernels.
 //!
-//! A node continues a branch whose last node it comes after. Where there is none, and there are eight
-//! branches already, it also comes after the last node of the branch that was continued the longest ago.
-//! Steps of bert-base, llama-125m and resnet50, which would have 17, 27 and 45 branches, get 9 to 37 edges
-//! so, and take the same time.
+//! A node continues a branch whose last node it comes after. Where there is none, and no branch is left, it
+//! also comes after the last node of the one that was continued the longest ago. Calls that other devices
+//! wait for have the eighth branch for themselves. Steps of bert-base, llama-125m and resnet50, which would
+//! have 17, 27 and 45 branches, get 9 to 37 edges so, and take the same time.
 
 use std::array;
 
