@@ -19,6 +19,7 @@ programs! {
     a_panic_in_a_region => Any,
     a_panic_in_a_region_with_batch_norm => Any,
     a_panic_in_a_region_that_has_updated => Any,
+    a_panic_in_a_region_that_has_read => Any,
     regions_in_regions => Any,
     a_function_without_autograd => Any,
     a_function_under_autograd => Any,
@@ -147,6 +148,29 @@ fn a_panic_in_a_region_that_has_updated(p: &Program) {
         p.look("loss", &result.ok());
     }
     p.look("weight", &model.first.weight.val());
+}
+
+/// The first part of the step has run, the second one has not.
+fn a_panic_in_a_region_that_has_read(p: &Program) {
+    let (mut model, mut optim, mut region) = (p.normed(), momentum(), p.region());
+    let mut mean = energy(p.x(100)).detach();
+    for call in 0..CALLS {
+        let x = p.x(call);
+        let fails = call == 0 || call == 3 || call == 4;
+        let result = catch_unwind(AssertUnwindSafe(|| {
+            region.run(|| {
+                let loss = energy(model.forward(x));
+                let number = loss.clone().inner().into_scalar();
+                mean = mean.clone() * 0.5 + loss.clone().detach();
+                assert!(!fails, "a bad batch of loss {number}");
+                body!(model, optim, loss)
+            })
+        }));
+        assert_eq!(result.is_err(), fails);
+        p.look("loss", &result.ok());
+        p.look("mean loss", &mean);
+    }
+    p.look("running mean", &model.norm.running_mean.value_sync());
 }
 
 fn regions_in_regions(p: &Program) {
