@@ -25,7 +25,7 @@ use super::describe::Described;
 use super::descriptor::Descriptor;
 use super::run::{ConvolutionArguments, PreparedConvolution, about};
 use crate::error::{CudaError, Result};
-use crate::products::{Number, random, time_runs};
+use crate::products::{Number, fastest, random, time_runs};
 use crate::runtime::{Storage, Stream};
 use crate::sys::cudnn::{
     CudnnHandle, attribute, attribute_type, behavior_note, descriptor, heuristics_mode, numerical_note,
@@ -135,14 +135,13 @@ impl Convolver {
     /// # Errors
     /// [`CudaError::Convolution`] if the library has none, [`CudaError::Lost`].
     pub fn search(&self, stream: &Stream, convolution: &Convolution, limits: PlanLimits) -> Result<Plan> {
-        let mut plans = self.survey(stream, convolution, limits)?;
+        let (mut plans, best) = self.timed(stream, convolution, limits)?;
         let first = plans[0].microseconds;
         let timed = plans.len();
-        let best = (0..timed).min_by(|&a, &b| plans[a].microseconds.total_cmp(&plans[b].microseconds));
         let best = Plan {
             first_microseconds: first,
             timed,
-            ..plans.swap_remove(best.unwrap_or(0))
+            ..plans.swap_remove(best)
         };
         tracing::debug!(
             %convolution,
@@ -166,6 +165,16 @@ impl Convolver {
         convolution: &Convolution,
         limits: PlanLimits,
     ) -> Result<Vec<Plan>> {
+        Ok(self.timed(stream, convolution, limits)?.0)
+    }
+
+    /// The same, and the place of the fastest.
+    fn timed(
+        &self,
+        stream: &Stream,
+        convolution: &Convolution,
+        limits: PlanLimits,
+    ) -> Result<(Vec<Plan>, usize)> {
         self.with_handle(|handle| {
             let candidates = self.candidates(handle, convolution, limits)?;
             let trial = match Trial::new(stream, convolution, &candidates) {
@@ -174,12 +183,11 @@ impl Convolver {
                 Err(CudaError::OutOfMemory { .. }) => None,
                 Err(error) => return Err(error),
             };
-            let mut plans = Vec::new();
-            let (mut fastest, mut refused) = (None, None);
+            let (mut timed, mut least, mut refused) = (Vec::new(), None, None);
             for candidate in candidates {
                 let microseconds = match &trial {
                     Some(trial) => {
-                        let time = time_runs(stream, limits.runs, fastest, || {
+                        let time = time_runs(stream, limits.runs, least, || {
                             candidate.prepared.run_with(handle, stream, &trial.arguments())
                         });
                         match time {
@@ -193,22 +201,27 @@ impl Convolver {
                     }
                     None => 0.0,
                 };
-                fastest = Some(fastest.map_or(microseconds, |fastest: f32| fastest.min(microseconds)));
-                plans.push(Plan {
-                    plan: candidate.json,
-                    workspace_bytes: candidate.prepared.workspace_bytes(),
-                    microseconds,
-                    first_microseconds: microseconds,
-                    timed: 1,
-                    made_milliseconds: candidate.milliseconds,
-                    compiles: candidate.compiles,
-                    library: self.version().to_owned(),
-                });
+                least = Some(least.map_or(microseconds, |least: f32| least.min(microseconds)));
+                timed.push((candidate, microseconds));
             }
-            match plans.is_empty() {
-                true => Err(refused.unwrap_or_else(no_engine)),
-                false => Ok(plans),
-            }
+            let best = match &trial {
+                Some(trial) => fastest(stream, limits.runs, &mut timed, |candidate| {
+                    candidate.prepared.run_with(handle, stream, &trial.arguments())
+                })?,
+                None => (!timed.is_empty()).then_some(0),
+            };
+            let best = best.ok_or_else(|| refused.unwrap_or_else(no_engine))?;
+            let plan = |(candidate, microseconds): (Candidate, f32)| Plan {
+                plan: candidate.json,
+                workspace_bytes: candidate.prepared.workspace_bytes(),
+                microseconds,
+                first_microseconds: microseconds,
+                timed: 1,
+                made_milliseconds: candidate.milliseconds,
+                compiles: candidate.compiles,
+                library: self.version().to_owned(),
+            };
+            Ok((timed.into_iter().map(plan).collect(), best))
         })
         .map_err(about(convolution))
     }

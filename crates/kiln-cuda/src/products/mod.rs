@@ -18,7 +18,7 @@ pub use product::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, Scala
 pub use run::{Place, PreparedProduct, ProductArguments};
 pub use search::{Choice, SearchLimits};
 pub(crate) use search::{Trial, random};
-pub(crate) use timing::{time_in_turns, time_runs};
+pub(crate) use timing::{fastest, time_in_turns, time_runs};
 
 use crate::error::{CudaError, Result};
 use crate::libraries::CublasLt;

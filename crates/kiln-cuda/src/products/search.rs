@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::describe::{Described, Preference};
 use super::product::{Number, Product, ScalarsFrom};
 use super::run::{Place, ProductArguments};
-use super::timing::{Call, time_in_turns, time_runs};
+use super::timing::{fastest, time_runs};
 use super::{Multiplier, PreparedProduct, check};
 use crate::error::{CudaError, Result};
 use crate::runtime::{Storage, Stream};
@@ -57,12 +57,6 @@ pub struct Choice {
     pub library: String,
 }
 
-/// Algorithms that are timed again, in turns, if they are slower than the fastest by no more than this
-/// factor: the clock of a device moves, and what is timed later meets another one.
-const CLOSE: f32 = 1.1;
-/// How many of them at most, the fastest ones.
-const FINALISTS: usize = 4;
-
 impl Multiplier {
     /// Times the library's algorithms for `product` and returns the fastest.
     ///
@@ -73,15 +67,15 @@ impl Multiplier {
         let candidates = self.candidates(product, limits)?;
         let workspace = candidates.iter().map(|candidate| candidate.workspace_bytes);
         let trial = Trial::new(stream, product, workspace.max().unwrap_or(0))?;
-        let mut timed: Vec<Timed<'_>> = Vec::new();
-        let mut fastest: Option<f32> = None;
+        let mut timed: Vec<((&HeuristicResult, PreparedProduct<'_>), f32)> = Vec::new();
+        let mut least: Option<f32> = None;
         let mut refused = None;
         for candidate in &candidates {
             let described = Described::new(self, product)?;
             let mut prepared =
                 self.prepared(product, described, candidate.algorithm, candidate.workspace_bytes);
             let run = || prepared.run(stream, &trial.arguments());
-            let microseconds = match time_runs(stream, limits.runs, fastest, run) {
+            let microseconds = match time_runs(stream, limits.runs, least, run) {
                 Ok(microseconds) => microseconds,
                 Err(error @ CudaError::Product { .. }) => {
                     refused = Some(error);
@@ -89,40 +83,19 @@ impl Multiplier {
                 }
                 Err(error) => return Err(error),
             };
-            fastest = Some(fastest.map_or(microseconds, |fastest| fastest.min(microseconds)));
-            timed.push(Timed {
-                candidate,
-                prepared,
-                microseconds,
-            });
+            least = Some(least.map_or(microseconds, |least| least.min(microseconds)));
+            timed.push(((candidate, prepared), microseconds));
         }
-        let count = timed.len();
-        let first = timed.first().map(|first| first.microseconds);
-        let fastest = fastest.ok_or_else(|| refused.unwrap_or_else(|| no_algorithm(product)))?;
-        timed.retain(|it| it.microseconds <= CLOSE * fastest);
-        timed.sort_by(|a, b| a.microseconds.total_cmp(&b.microseconds));
-        timed.truncate(FINALISTS);
-        if timed.len() > 1 {
-            let mut runs: Vec<_> = timed
-                .iter_mut()
-                .map(|it| || it.prepared.run(stream, &trial.arguments()))
-                .collect();
-            let mut calls: Vec<Call<'_>> = runs.iter_mut().map(|run| run as Call<'_>).collect();
-            let times = time_in_turns(stream, limits.runs, &mut calls)?;
-            for (it, microseconds) in timed.iter_mut().zip(times) {
-                it.microseconds = microseconds;
-            }
-        }
-        let best = timed
-            .into_iter()
-            .min_by(|a, b| a.microseconds.total_cmp(&b.microseconds))
-            .ok_or_else(|| no_algorithm(product))?;
+        let run = |(_, prepared): &mut (_, PreparedProduct<'_>)| prepared.run(stream, &trial.arguments());
+        let best = fastest(stream, limits.runs, &mut timed, run)?;
+        let best = best.ok_or_else(|| refused.unwrap_or_else(|| no_algorithm(product)))?;
+        let ((candidate, _), microseconds) = &timed[best];
         let best = Choice {
-            algorithm: best.candidate.algorithm.0,
-            workspace_bytes: best.candidate.workspace_bytes as u64,
-            microseconds: best.microseconds,
-            first_microseconds: first.unwrap_or(best.microseconds),
-            timed: count,
+            algorithm: candidate.algorithm.0,
+            workspace_bytes: candidate.workspace_bytes as u64,
+            microseconds: *microseconds,
+            first_microseconds: timed[0].1,
+            timed: timed.len(),
             library: self.version().to_owned(),
         };
         tracing::debug!(%product, ?best, "an algorithm was chosen");
@@ -197,13 +170,6 @@ fn no_algorithm(product: &Product) -> CudaError {
         call: "cublasLtMatmulAlgoGetHeuristic",
         what: "that it has no algorithm for it".into(),
     }
-}
-
-/// An algorithm that was timed.
-struct Timed<'a> {
-    candidate: &'a HeuristicResult,
-    prepared: PreparedProduct<'a>,
-    microseconds: f32,
 }
 
 /// Memory to try a product on.

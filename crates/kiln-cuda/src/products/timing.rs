@@ -9,11 +9,16 @@ const HOPELESS: f32 = 2.0;
 /// microsecond is little.
 const TIMED_MICROSECONDS: f32 = 500.0;
 
+/// Calls that are timed again, in turns, if they are slower than the fastest by no more than this factor: the
+/// clock of a device moves, and what is timed later meets another one.
+const CLOSE: f32 = 1.1;
+/// How many of them at most, the fastest ones.
+const FINALISTS: usize = 4;
 /// Rounds of calls that are timed in turns.
 const ROUNDS: usize = 4;
 
 /// What queues a call.
-pub(super) type Call<'a> = &'a mut dyn FnMut() -> Result<()>;
+type Call<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// Microseconds of one of at most `runs` runs of a library's call that `run` queues; a first guess if that is
 /// hopeless beside `fastest`.
@@ -31,8 +36,37 @@ pub(crate) fn time_runs(
     Ok(time(stream, runs, &mut run)?.min(time(stream, runs, &mut run)?))
 }
 
-/// The same of several calls, which are timed in turns: the device's clock is the same for all of them, and
-/// what they have less than each other is their own.
+/// The place of the fastest of calls that were timed one after the other; none of none. Those that are close are
+/// timed again, in turns.
+pub(crate) fn fastest<T>(
+    stream: &Stream,
+    runs: u32,
+    timed: &mut [(T, f32)],
+    run: impl Fn(&mut T) -> Result<()>,
+) -> Result<Option<usize>> {
+    let least = timed.iter().map(|(_, time)| *time).fold(f32::INFINITY, f32::min);
+    let mut close: Vec<(usize, &mut (T, f32))> = timed
+        .iter_mut()
+        .enumerate()
+        .filter(|(_, (_, time))| *time <= CLOSE * least)
+        .collect();
+    close.sort_by(|(_, a), (_, b)| a.1.total_cmp(&b.1));
+    close.truncate(FINALISTS);
+    if close.len() > 1 {
+        let run = &run;
+        let mut runs_of: Vec<_> = close.iter_mut().map(|(_, (call, _))| move || run(call)).collect();
+        let mut calls: Vec<Call<'_>> = runs_of.iter_mut().map(|run| run as Call<'_>).collect();
+        let times = time_in_turns(stream, runs, &mut calls)?;
+        for ((_, (_, time)), again) in close.iter_mut().zip(times) {
+            *time = again;
+        }
+    }
+    let best = close.into_iter().min_by(|(_, a), (_, b)| a.1.total_cmp(&b.1));
+    Ok(best.map(|(place, _)| place))
+}
+
+/// Microseconds of one run of each of several calls, which are timed in turns: the device's clock is the same
+/// for all of them.
 pub(crate) fn time_in_turns(stream: &Stream, runs: u32, calls: &mut [Call<'_>]) -> Result<Vec<f32>> {
     let guesses = calls.iter_mut().map(|run| guess(stream, run));
     let counts: Vec<u32> = guesses
