@@ -36,13 +36,26 @@ pub(crate) fn time_runs(
     Ok(time(stream, runs, &mut run)?.min(time(stream, runs, &mut run)?))
 }
 
-/// The place of the fastest of calls that were timed one after the other; none of none. Those that are close are
-/// timed again, in turns.
+/// The place of the fastest of calls that were timed one after the other; none of none. Those that are close
+/// are timed again, in turns.
 pub(crate) fn fastest<T>(
     stream: &Stream,
     runs: u32,
     timed: &mut [(T, f32)],
     run: impl Fn(&mut T) -> Result<()>,
+) -> Result<Option<usize>> {
+    let run = &run;
+    settle(timed, |close| {
+        let mut each: Vec<_> = close.iter_mut().map(|call| move || run(call)).collect();
+        let mut calls: Vec<Call<'_>> = each.iter_mut().map(|run| run as Call<'_>).collect();
+        time_in_turns(stream, runs, &mut calls)
+    })
+}
+
+/// [`fastest`], with the times that `again` gives those that are close, the fastest first.
+fn settle<T>(
+    timed: &mut [(T, f32)],
+    again: impl FnOnce(&mut [&mut T]) -> Result<Vec<f32>>,
 ) -> Result<Option<usize>> {
     let least = timed.iter().map(|(_, time)| *time).fold(f32::INFINITY, f32::min);
     let mut close: Vec<(usize, &mut (T, f32))> = timed
@@ -53,10 +66,8 @@ pub(crate) fn fastest<T>(
     close.sort_by(|(_, a), (_, b)| a.1.total_cmp(&b.1));
     close.truncate(FINALISTS);
     if close.len() > 1 {
-        let run = &run;
-        let mut runs_of: Vec<_> = close.iter_mut().map(|(_, (call, _))| move || run(call)).collect();
-        let mut calls: Vec<Call<'_>> = runs_of.iter_mut().map(|run| run as Call<'_>).collect();
-        let times = time_in_turns(stream, runs, &mut calls)?;
+        let mut calls: Vec<&mut T> = close.iter_mut().map(|(_, (call, _))| call).collect();
+        let times = again(&mut calls)?;
         for ((_, (_, time)), again) in close.iter_mut().zip(times) {
             *time = again;
         }
@@ -108,4 +119,45 @@ fn time(stream: &Stream, runs: u32, run: &mut dyn FnMut() -> Result<()>) -> Resu
     #[allow(clippy::cast_precision_loss, reason = "a count of at most some dozens")]
     let runs = runs as f32;
     Ok(end.milliseconds_since(&start)? * 1000.0 / runs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The place of the fastest of calls with these times, and which of them were timed again; there they
+    /// take the second time.
+    fn settled(times: &[(f32, f32)]) -> (Option<usize>, Vec<usize>) {
+        let mut timed: Vec<(usize, f32)> = times.iter().map(|(first, _)| *first).enumerate().collect();
+        let mut again = Vec::new();
+        let best = settle(&mut timed, |close| {
+            again.extend(close.iter().map(|place| **place));
+            Ok(close.iter().map(|place| times[**place].1).collect())
+        });
+        for (place, &(first, second)) in times.iter().enumerate() {
+            let expected = if again.contains(&place) { second } else { first };
+            assert_eq!(timed[place], (place, expected));
+        }
+        (best.unwrap(), again)
+    }
+
+    #[test]
+    fn what_is_close_is_timed_again() {
+        // The second was timed at a lower clock. The third is too far off, whatever it would take.
+        let times = [(10.0, 12.0), (10.9, 11.0), (11.1, 1.0)];
+        assert_eq!(settled(&times), (Some(1), vec![0, 1]));
+        // The fastest ones, at most four.
+        let times = [10.9, 10.1, 10.0, 10.8, 10.2, 10.3].map(|time| (time, 20.0 - time));
+        assert_eq!(settled(&times), (Some(5), vec![2, 1, 4, 5]));
+    }
+
+    #[test]
+    fn one_that_stands_out_is_not() {
+        assert_eq!(
+            settled(&[(30.0, 1.0), (10.0, 99.0), (20.0, 1.0)]),
+            (Some(1), vec![])
+        );
+        assert_eq!(settled(&[(5.0, 1.0)]), (Some(0), vec![]));
+        assert_eq!(settled(&[]), (None, vec![]));
+    }
 }
