@@ -7,6 +7,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use burn_optim::{GradientsParams, Optimizer};
 
+use crate::compiled::Region;
 use crate::models::*;
 use crate::program::{B, CALLS, Program};
 use crate::programs;
@@ -95,20 +96,25 @@ fn a_region_that_returns_its_input(p: &Program) {
     }
 }
 
+/// The result of a part of a loop, which panics where it `fails`.
+#[track_caller]
+fn caught<R>(region: &mut Region, fails: bool, part: impl FnOnce() -> R) -> Option<R> {
+    let result = catch_unwind(AssertUnwindSafe(|| region.run(part)));
+    assert_eq!(result.is_err(), fails);
+    result.ok()
+}
+
 fn a_panic_in_a_region(p: &Program) {
     let (mut model, mut optim, mut region) = (p.mlp(), adamw(), p.region());
     for call in 0..CALLS {
         let x = p.x(call);
         let fails = call == 0 || call == 4;
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            region.run(|| {
-                let loss = energy(model.forward(x));
-                assert!(!fails, "a bad batch");
-                body!(model, optim, loss)
-            })
-        }));
-        assert_eq!(result.is_err(), fails);
-        p.look("loss", &result.ok());
+        let loss = caught(&mut region, fails, || {
+            let loss = energy(model.forward(x));
+            assert!(!fails, "a bad batch");
+            body!(model, optim, loss)
+        });
+        p.look("loss", &loss);
         p.look("weight", &model.first.weight.val());
     }
 }
@@ -117,17 +123,13 @@ fn a_panic_in_a_region(p: &Program) {
 fn a_panic_in_a_region_with_batch_norm(p: &Program) {
     let (mut model, mut optim, mut region) = (p.normed(), adamw(), p.region());
     for call in 0..CALLS {
-        let x = p.x(call);
         let fails = call == 0 || call == 4;
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            region.run(|| {
-                let loss = energy(model.forward(x));
-                assert!(!fails, "a bad batch");
-                body!(model, optim, loss)
-            })
-        }));
-        assert_eq!(result.is_err(), fails);
-        p.look("loss", &result.ok());
+        let loss = caught(&mut region, fails, || {
+            let loss = energy(model.forward(p.x(call)));
+            assert!(!fails, "a bad batch");
+            body!(model, optim, loss)
+        });
+        p.look("loss", &loss);
         p.look("prediction", &model.valid().forward(p.x(call).inner()));
     }
 }
@@ -137,15 +139,13 @@ fn a_panic_in_a_region_that_has_updated(p: &Program) {
     let (mut model, mut optim, mut region) = (p.dropped(), adamw(), p.region());
     for call in 0..CALLS {
         let x = p.x(call);
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            region.run(|| {
-                let loss = body!(model, optim, energy(model.forward(x)));
-                assert!(call != 1 && call != 4, "a bad batch");
-                loss
-            })
-        }));
-        assert_eq!(result.is_err(), call == 1 || call == 4);
-        p.look("loss", &result.ok());
+        let fails = call == 1 || call == 4;
+        let loss = caught(&mut region, fails, || {
+            let loss = body!(model, optim, energy(model.forward(x)));
+            assert!(!fails, "a bad batch");
+            loss
+        });
+        p.look("loss", &loss);
     }
     p.look("weight", &model.first.weight.val());
 }
@@ -157,17 +157,14 @@ fn a_panic_in_a_region_that_has_read(p: &Program) {
     for call in 0..CALLS {
         let x = p.x(call);
         let fails = call == 0 || call == 3 || call == 4;
-        let result = catch_unwind(AssertUnwindSafe(|| {
-            region.run(|| {
-                let loss = energy(model.forward(x));
-                let number = loss.clone().inner().into_scalar();
-                mean = mean.clone() * 0.5 + loss.clone().detach();
-                assert!(!fails, "a bad batch of loss {number}");
-                body!(model, optim, loss)
-            })
-        }));
-        assert_eq!(result.is_err(), fails);
-        p.look("loss", &result.ok());
+        let loss = caught(&mut region, fails, || {
+            let loss = energy(model.forward(x));
+            let number = loss.clone().inner().into_scalar();
+            mean = mean.clone() * 0.5 + loss.clone().detach();
+            assert!(!fails, "a bad batch of loss {number}");
+            body!(model, optim, loss)
+        });
+        p.look("loss", &loss);
         p.look("mean loss", &mean);
     }
     p.look("running mean", &model.norm.running_mean.value_sync());
