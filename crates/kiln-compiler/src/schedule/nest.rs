@@ -192,6 +192,17 @@ impl Nest {
         }
     }
 
+    /// What a gather or a selection of the complete nest reads for its result at `index`. The integers in
+    /// that are known by the index that the schedule gives the result, which may be written in another way
+    /// than one that comes by way of a reshape.
+    pub fn gathered(&self, graph: &Graph, result: Value, index: &[Index]) -> (Value, Vec<Index>) {
+        let mut nest = self.clone();
+        let own = self.maps.get(&result).map_or(index, Vec::as_slice);
+        let mut operands = nest.operands(graph, graph.value(result).node, own);
+        debug_assert_eq!(nest.data.len(), self.data.len());
+        operands.swap_remove(1)
+    }
+
     /// The index of the operand of a reduction whose result is at `kept`: reduced axes are recorded, the
     /// others are those of the result.
     pub fn reduced_operand_index(&self, graph: &Graph, reduction: Node, kept: &[Index]) -> Vec<Index> {

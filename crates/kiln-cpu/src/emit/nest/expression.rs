@@ -134,11 +134,8 @@ impl Writer<'_> {
                 self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
             }
             Op::Gather { .. } | Op::IndexSelect { .. } => {
-                let mut nest = self.space.loops.nest.clone();
-                let operands = nest.operands(graph, graph.value(value).node, index);
-                debug_assert_eq!(nest.data.len(), self.space.loops.nest.data.len());
-                let (x, at) = &operands[1];
-                self.eval(*x, at)
+                let (x, at) = self.space.loops.nest.gathered(graph, value, index);
+                self.eval(x, &at)
             }
             op => {
                 let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
