@@ -73,8 +73,8 @@ fn loaded_by(graph: &Graph, nest: &Nest, index: &Index, pass: usize) -> bool {
         Atom::Var { .. } => true,
         Atom::Div(inner, _) | Atom::Mod(inner, _) => loaded_by(graph, nest, inner, pass),
         Atom::Data { slot, .. } => {
-            let (indices, at) = &nest.data[*slot as usize];
-            RowStages::default().of(graph, nest, *indices) <= pass
+            let (indices, at) = nest.integers.at(*slot);
+            RowStages::default().of(graph, nest, indices) <= pass
                 && at.iter().all(|index| loaded_by(graph, nest, index, pass))
         }
     })

@@ -12,6 +12,7 @@ pub mod class;
 pub mod epilogue;
 pub mod fuse;
 pub mod inplace;
+pub mod integers;
 pub mod kernel;
 pub mod layout;
 pub mod loops;

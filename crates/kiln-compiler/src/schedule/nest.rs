@@ -18,6 +18,7 @@ use rustc_hash::FxHashMap;
 use kiln_graph::{Graph, Node, Op, Value};
 
 use super::buffer::Buffer;
+use super::integers::Integers;
 use super::layout::{Layouts, position};
 use crate::index::{Index, Var, bit, linear};
 
@@ -56,8 +57,8 @@ pub struct Nest {
     pub maps: FxHashMap<Value, Vec<Index>>,
     /// Index of each reduction's operand along the reduced axes.
     pub reduced: FxHashMap<Value, Vec<Index>>,
-    /// Loads of integers that take part in indices: `(indices, where)`, by slot.
-    pub data: Vec<(Value, Vec<Index>)>,
+    /// Loads of integers that take part in indices.
+    pub integers: Integers,
     /// The results that leave the nest.
     pub stores: Vec<Store>,
     /// Results of late reductions among the stores.
@@ -92,7 +93,7 @@ impl Nest {
         let apply = |index: &mut Index| *index = index.substitute(with, &|slot| slot);
         self.maps.values_mut().flatten().for_each(apply);
         self.reduced.values_mut().flatten().for_each(apply);
-        self.data.iter_mut().flat_map(|(_, index)| index).for_each(apply);
+        self.integers.indices_mut().for_each(apply);
         for (_, indices) in &mut self.uses {
             indices.iter_mut().flatten().for_each(apply);
         }
@@ -117,15 +118,6 @@ impl Nest {
             Some((_, indices)) => indices.push(index),
             None => self.uses.push((value, vec![index])),
         }
-    }
-
-    /// The slot of the integer `indices[at]`, new or known.
-    pub fn slot(&mut self, indices: Value, at: Vec<Index>) -> u32 {
-        let known = self.data.iter().position(|(v, i)| *v == indices && *i == at);
-        known.unwrap_or_else(|| {
-            self.data.push((indices, at));
-            self.data.len() - 1
-        }) as u32
     }
 
     /// Where a store of `value` at its own buffer goes.
@@ -168,41 +160,6 @@ impl Nest {
         }
     }
 
-    /// Operands of a pointwise member at `index`, as `(operand, index)`; gathers register the integers they
-    /// load.
-    pub fn operands(&mut self, graph: &Graph, node: Node, index: &[Index]) -> Vec<(Value, Vec<Index>)> {
-        let data = graph.node(node);
-        match data.op {
-            Op::Gather { axis } => {
-                let (x, indices) = (data.inputs[0], data.inputs[1]);
-                let at = self.data_index(graph, x, axis, indices, index.to_vec());
-                let mut moved = index.to_vec();
-                moved[axis] = at;
-                vec![(indices, index.to_vec()), (x, moved)]
-            }
-            Op::IndexSelect { axis } => {
-                let (x, indices) = (data.inputs[0], data.inputs[1]);
-                let at = self.data_index(graph, x, axis, indices, vec![index[axis].clone()]);
-                let mut moved = index.to_vec();
-                let list = vec![std::mem::replace(&mut moved[axis], at)];
-                vec![(indices, list), (x, moved)]
-            }
-            Op::Random { .. } => data.inputs.iter().map(|&v| (v, Vec::new())).collect(),
-            _ => data.inputs.iter().map(|&v| (v, index.to_vec())).collect(),
-        }
-    }
-
-    /// What a gather or a selection of the complete nest reads for its result at `index`. The integers in
-    /// that are known by the index that the schedule gives the result, which may be written in another way
-    /// than one that comes by way of a reshape.
-    pub fn gathered(&self, graph: &Graph, result: Value, index: &[Index]) -> (Value, Vec<Index>) {
-        let mut nest = self.clone();
-        let own = self.maps.get(&result).map_or(index, Vec::as_slice);
-        let mut operands = nest.operands(graph, graph.value(result).node, own);
-        debug_assert_eq!(nest.data.len(), self.data.len());
-        operands.swap_remove(1)
-    }
-
     /// The index of the operand of a reduction whose result is at `kept`: reduced axes are recorded, the
     /// others are those of the result.
     pub fn reduced_operand_index(&self, graph: &Graph, reduction: Node, kept: &[Index]) -> Vec<Index> {
@@ -243,13 +200,6 @@ impl Nest {
             }
         }
         equal
-    }
-
-    fn data_index(&mut self, graph: &Graph, x: Value, axis: usize, indices: Value, at: Vec<Index>) -> Index {
-        let vars = vars(&at);
-        let slot = self.slot(indices, at);
-        let extent = graph.shape(x)[axis] as i64;
-        Index::atom(crate::index::Atom::Data { slot, extent, vars })
     }
 }
 

@@ -46,6 +46,7 @@ mod space;
 
 use kiln_compiler::index::{Index, bit};
 use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::integers::Integers;
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::row_stages::RowStages;
 use kiln_graph::{DType, Graph, Value};
@@ -195,6 +196,9 @@ struct Writer<'a> {
     repeated: FxHashSet<Key>,
     /// Names of the arrays that hold them, once written.
     kept: FxHashMap<Key, (String, usize)>,
+    /// The nest's, and those that are written in another way here: by way of a reshape, from a store whose
+    /// loops were joined.
+    integers: Integers,
     slots: FxHashMap<u32, Register>,
     reduced: FxHashMap<Value, Register>,
     stages: RowStages,
@@ -234,6 +238,7 @@ impl<'a> Writer<'a> {
             evaluated: FxHashMap::default(),
             repeated: FxHashSet::default(),
             kept: FxHashMap::default(),
+            integers: space.loops.nest.integers.clone(),
             slots: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: RowStages::default(),

@@ -105,7 +105,7 @@ fn give(graph: &Graph, maker: &mut Kernel, prologue: &Prologue) {
 fn restrict(graph: &Graph, nest: &mut Nest, values: &[Value]) {
     let mut needed: FxHashSet<Value> = FxHashSet::default();
     let mut stack = values.to_vec();
-    stack.extend(nest.data.iter().map(|(indices, _)| *indices));
+    stack.extend(nest.integers.tensors());
     while let Some(value) = stack.pop() {
         if needed.insert(value) && nest.uses_of(value).is_empty() {
             stack.extend_from_slice(&graph.def(value).inputs);

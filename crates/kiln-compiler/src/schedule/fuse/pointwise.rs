@@ -150,7 +150,7 @@ impl Fuser<'_> {
         }
         let wanted = self.take_uses(group, value);
         for index in &wanted {
-            let operands = self.nest_mut(group).operands(graph, node, index);
+            let operands = self.nest_mut(group).integers.operands(graph, node, index);
             for (operand, at) in operands {
                 self.visit(group, operand, &at, false);
             }

@@ -82,7 +82,7 @@ impl Fuser<'_> {
             && self.groups[b].library.is_none()
             && self.groups[a].part == self.groups[b].part
             && x.extents == y.extents
-            && y.data.is_empty()
+            && y.integers.is_empty()
             && (self.feeds(a, b) || self.feeds(b, a) || self.are_independent(a, b))
             // Copies into outputs and parts of concatenations stay simple.
             && !x.members.is_empty()
@@ -114,7 +114,7 @@ impl Fuser<'_> {
             && y.split.is_none()
             && x.late.is_empty()
             && y.late.is_empty()
-            && x.data.is_empty()
+            && x.integers.is_empty()
             && self.groups[a].after.contains(b)
             && !self.groups[b].after.contains(a)
             && !others.any(|(at, group)| between(group, at))

@@ -119,7 +119,8 @@ impl Writer<'_> {
                 self.random(*kind, *dtype, &linear(index, shape), &data.inputs)
             }
             Op::Gather { .. } | Op::IndexSelect { .. } => {
-                let (x, at) = self.space.loops.nest.gathered(graph, value, index);
+                let node = graph.value(value).node;
+                let (x, at) = self.integers.operands(graph, node, index).swap_remove(1);
                 self.eval(x, &at)
             }
             op => {

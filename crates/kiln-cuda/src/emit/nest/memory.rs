@@ -28,7 +28,8 @@ impl Writer<'_> {
         if let Some(register) = self.slots.get(&slot) {
             return register.clone();
         }
-        let (indices, at) = self.space.loops.nest.data[slot as usize].clone();
+        let (indices, at) = self.integers.at(slot);
+        let at = at.to_vec();
         let loaded = self.eval(indices, &at);
         let bits = if self.space.wide { "u64" } else { "u32" };
         let wide = c::cast(loaded.dtype, DType::I64, &loaded.name);

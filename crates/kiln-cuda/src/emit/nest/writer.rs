@@ -2,6 +2,7 @@
 
 use kiln_compiler::index::{Index, bit};
 use kiln_compiler::schedule::Buffer;
+use kiln_compiler::schedule::integers::Integers;
 use kiln_compiler::schedule::row_stages::RowStages;
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -80,6 +81,9 @@ pub(super) struct Writer<'a> {
     /// Declarations of arrays that live as long as a row.
     pub(super) row_arrays: Vec<String>,
     pub(super) known: FxHashMap<Key, Register>,
+    /// The nest's, and those that are written in another way here: by way of a reshape, from a store whose
+    /// loops were joined.
+    pub(super) integers: Integers,
     pub(super) slots: FxHashMap<u32, Register>,
     /// The divisor of each register that divides numbers of points.
     pub(super) divisors: FxHashMap<String, String>,
@@ -132,6 +136,7 @@ impl<'a> Writer<'a> {
             stores: Vec::new(),
             row_arrays: Vec::new(),
             known: FxHashMap::default(),
+            integers: nest.integers.clone(),
             slots: FxHashMap::default(),
             divisors: FxHashMap::default(),
             reduced: FxHashMap::default(),
