@@ -140,6 +140,10 @@ pub fn compile<T: Target>(
     });
     let kernels = stages.time("kernels", || planner::kernels(&graph, &schedule, target))?;
     let plan = stages.time("plan", || planner::memory(&graph, &schedule, &kernels, target));
+    // Before anything refuses it: who reports a plan that is wrong has it to look at.
+    if let Some(folder) = &options.debug {
+        debug::write(folder, &dumps, &graph, &schedule, &plan);
+    }
     let scratch: Vec<usize> = kernels.iter().map(|kernel| target.scratch(kernel)).collect();
     stages.time("verify", || {
         verify::verify(&graph, &schedule, &plan, &scratch, target.policy().alignment)
@@ -157,9 +161,6 @@ pub fn compile<T: Target>(
     })?;
     for (report, name) in reports.iter_mut().zip(names) {
         report.name = name;
-    }
-    if let Some(folder) = &options.debug {
-        debug::write(folder, &dumps, &graph, &schedule, &plan);
     }
     Ok(CompiledStep {
         externs: contract::externs(&graph, &schedule, target.compiles_c()),

@@ -131,6 +131,11 @@ impl Nest {
         });
     }
 
+    /// Forgets the store of `value` at its own buffer. It may be a piece of other buffers, which stay.
+    pub fn drop_store(&mut self, value: Value) {
+        self.stores.retain(|store| store.buffer != Buffer::Value(value));
+    }
+
     /// Whether a value with this index is complete at each point or once for each row, so that it can be
     /// stored.
     pub fn storable(&self, graph: &Graph, value: Value, index: &[Index]) -> bool {

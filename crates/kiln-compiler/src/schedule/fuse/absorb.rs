@@ -82,7 +82,7 @@ fn give(graph: &Graph, maker: &mut Kernel, prologue: &Prologue) {
     let KernelKind::Nest(nest) = &mut maker.kind else {
         return;
     };
-    nest.stores.retain(|store| store.value != prologue.value);
+    nest.drop_store(prologue.value);
     maker
         .writes
         .retain(|&buffer| buffer != Buffer::Value(prologue.value));

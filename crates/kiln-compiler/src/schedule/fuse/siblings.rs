@@ -129,7 +129,7 @@ impl Fuser<'_> {
         for value in own.collect::<Vec<_>>() {
             self.take_uses(group, value);
             if !self.needed_outside(value, group) {
-                self.nest_mut(group).stores.retain(|store| store.value != value);
+                self.nest_mut(group).drop_store(value);
                 self.groups[group]
                     .writes
                     .retain(|buffer| *buffer != Buffer::Value(value));

@@ -612,7 +612,7 @@ fn one_after_the_other(
     let mut product = super::generate(graph, kernel, node, options)?;
     let mut behind = nest.clone();
     behind.members.retain(|&member| member != node);
-    behind.stores.retain(|store| store.value != value);
+    behind.drop_store(value);
     behind.add_use(value, nest.maps.get(&value)?.clone());
     let mut behind = nest::generate(graph, &behind, options);
     let mut scratch = product.scratch.max(behind.scratch);
