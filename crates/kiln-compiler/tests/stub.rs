@@ -11,7 +11,7 @@ use std::path::Path;
 use kiln_compiler::testing::{POLICY, Stopped, Stub};
 use kiln_compiler::{CompileError, CompiledStep, Keep, Options, Policy, compile, memory_curve};
 use kiln_graph::alias::assign_aliases;
-use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, Scalar, Value, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
@@ -43,20 +43,65 @@ const PIECEWISE: Policy = Policy {
     ..POLICY
 };
 
+/// Thresholds drawn from a seed: schedules that no target asks for today.
+fn drawn(seed: u64) -> Policy {
+    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut next = |below: usize| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 33) as usize % below
+    };
+    let types: [&[DType]; 3] = [&[], &[DType::F32], &[DType::F32, DType::BF16, DType::F64]];
+    Policy {
+        alignment: 1 << next(8),
+        hold_percent: next(150) as u32,
+        kept_buffer: [0, 0, 16, 256][next(4)],
+        nest_buffers: [2, 6, 24, 60][next(4)],
+        nest_operations: [1, 6, 40, 400][next(4)],
+        inline_operations: [0, 1, 12, 60][next(4)],
+        rows: [1, 2, 8, 64][next(4)],
+        strided_reduction: [1, 8, 1 << 20][next(3)],
+        shared_reduction: [1, 32, 1 << 20][next(3)],
+        sibling_elements: [0, 16, 1 << 20][next(3)],
+        cached_elements: [0, 64, 1 << 20][next(3)],
+        channels_last: next(2) == 0,
+        attention_result: next(2) == 0,
+        image_operations: [0, 2, 12, 40][next(4)],
+        epilogue_types: types[next(3)],
+        epilogue_streams: next(4),
+        epilogue_unit: [1, 1, 2][next(3)],
+        epilogue_joined: next(2) == 0,
+        epilogue_turned: next(2) == 0,
+        product_piece: [None, Some(1), Some(2)][next(3)],
+        prologue_types: types[next(3)],
+        prologue_streams: 1 + next(4),
+        prologue_pixels: 1 + next(8),
+        joined_update: [0, 16, 1 << 20][next(3)],
+        joined_share: 1 + next(3) as i64,
+        ..POLICY
+    }
+}
+
 fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<Stub> {
     compile(graph, options, &Stub { policy }).unwrap_or_else(|error| panic!("{}: {error}", graph.name))
 }
 
 /// Compiles, runs, and compares each output with the interpreter.
 fn check(graph: &Graph, tolerances: &[f64], what: &str) {
-    let (tensors, scalars) = random_arguments(graph, 7);
-    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    for (policy, fuse) in [
+    let policies = [
         (POLICY, true),
         (POLICY, false),
         (RELUCTANT, true),
         (PIECEWISE, true),
-    ] {
+    ];
+    check_with(graph, &policies, tolerances, what);
+}
+
+fn check_with(graph: &Graph, policies: &[(Policy, bool)], tolerances: &[f64], what: &str) {
+    let (tensors, scalars) = random_arguments(graph, 7);
+    let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
+    for &(policy, fuse) in policies {
         let options = Options {
             fuse,
             ..Options::default()
@@ -86,7 +131,7 @@ fn families(families: &[Family]) -> GraphConfig {
 
 #[test]
 fn random_graphs_over_every_primitive() {
-    for seed in 0..60 {
+    for seed in seeds(0..60) {
         let random = random_graph(seed, &families(&Family::ALL));
         check(&random.graph, &random.tolerances, &format!("seed {seed}"));
     }
@@ -96,10 +141,29 @@ fn random_graphs_over_every_primitive() {
 fn random_graphs_of_each_family() {
     for family in Family::ALL {
         let config = families(&[family, Family::Pointwise, Family::Movement]);
-        for seed in 0..12 {
+        for seed in seeds(0..12) {
             let random = random_graph(seed, &config);
             check(&random.graph, &random.tolerances, &format!("{family:?} {seed}"));
         }
+    }
+}
+
+#[test]
+fn random_graphs_under_drawn_thresholds() {
+    for seed in seeds(0..400) {
+        let sixteen = [DType::F32, DType::F32, DType::F64, DType::BF16, DType::F16];
+        let config = GraphConfig {
+            steps: [8, 20, 40][seed as usize % 3],
+            max_elements: [60, 400][seed as usize % 2],
+            floats: sixteen[..[1, 3, 5][seed as usize / 3 % 3]].to_vec(),
+            together: seed % 4 != 0,
+            zero_sized: seed % 8 < 2,
+            ..families(&Family::ALL)
+        };
+        let random = random_graph(seed + 10_000, &config);
+        let policies = [(drawn(2 * seed), true), (drawn(2 * seed + 1), true)];
+        let what = format!("seed {seed}, drawn thresholds");
+        check_with(&random.graph, &policies, &random.tolerances, &what);
     }
 }
 
@@ -112,7 +176,7 @@ fn long_chains_share_their_memory() {
         zero_sized: false,
         ..families(&[Family::Pointwise, Family::Reduce, Family::Movement])
     };
-    for seed in 0..20 {
+    for seed in seeds(0..20) {
         let mut random = random_graph(seed, &config);
         let leaves = |value: &Value| random.graph.outputs.iter().any(|output| output.value == *value);
         let dies = random.graph.parameters().iter().map(|value| !leaves(value));

@@ -99,6 +99,20 @@ fn large_nests() {
     check(&graph, &tolerances, true, "large");
 }
 
+/// Operations that share their operands, as a model's do: more of them end up in one kernel.
+#[test]
+fn operations_that_belong_together() {
+    for (number, max_elements) in [120, 3_000].into_iter().enumerate() {
+        let mut config = families(&Family::ALL);
+        config.floats = vec![DType::F32, DType::F32, DType::F32, DType::BF16];
+        config.max_elements = max_elements;
+        config.steps = 40;
+        config.together = true;
+        let (graph, tolerances) = batch(5000 + 100 * number as u64, 8, &config);
+        check(&graph, &tolerances, true, "together");
+    }
+}
+
 #[test]
 fn contractions_pools_and_sorts() {
     let kernels = [

@@ -71,6 +71,20 @@ fn large_nests() {
     Batch::new(500..506, &config, &options).check("large", &options);
 }
 
+/// Operations that share their operands, as a model's do: more of them end up in one kernel.
+#[test]
+fn operations_that_belong_together() {
+    for (number, max_elements) in [120, 3_000].into_iter().enumerate() {
+        let mut config = families(&Family::ALL);
+        config.floats = vec![DType::F32, DType::F32, DType::F32, DType::BF16];
+        config.max_elements = max_elements;
+        config.steps = 40;
+        config.together = true;
+        let (first, options) = (5000 + 100 * number as u64, Options::default());
+        Batch::new(first..first + 8, &config, &options).check("together", &options);
+    }
+}
+
 #[test]
 fn not_a_number_and_negative_zero() {
     let options = Options::default();

@@ -55,23 +55,44 @@ pub(super) struct Builder<'a> {
     pub(super) config: &'a GraphConfig,
     facts: Vec<Fact>,
     provenance: Provenance,
+    /// The extents that occur, and the step from which on each part begins, if operations belong together.
+    extents: Vec<usize>,
+    parts: Vec<(usize, Phase)>,
+    steps: usize,
 }
 
 impl<'a> Builder<'a> {
     pub(super) fn new(seed: u64, config: &'a GraphConfig) -> Self {
-        Self {
+        let mut builder = Self {
             graph: Graph::new(format!("random_{seed:x}")),
             rng: Rng::new(seed),
             config,
             facts: Vec::new(),
             provenance: Provenance::default(),
+            extents: vec![1, 2, 2, 3, 3, 4, 5, 7],
+            parts: Vec::new(),
+            steps: 0,
+        };
+        if config.together {
+            builder.extents = vec![*builder.choose(&[2, 3, 4]), *builder.choose(&[4, 5, 6, 8])];
+            builder.parts = vec![(0, *builder.choose(&[Phase::Unknown, Phase::Forward]))];
+            let backward = builder.between(0, 2 * config.steps);
+            let optimizer = builder.between(backward, 2 * config.steps);
+            builder.parts.push((backward, Phase::Backward));
+            builder.parts.push((optimizer, Phase::Optimizer));
         }
+        builder
     }
 
     /// Adds one operation of a random family.
     pub(super) fn step(&mut self) {
         self.provenance = self.random_provenance();
-        let family = *self.choose(&self.config.families.clone());
+        self.steps += 1;
+        let families = match self.config.together && !self.chance(6) {
+            true => self.usual_families(),
+            false => self.config.families.clone(),
+        };
+        let family = *self.choose(&families);
         match family {
             Family::Pointwise => self.pointwise(),
             Family::Random => self.random(),
@@ -85,6 +106,20 @@ impl<'a> Builder<'a> {
             Family::Sort => self.sort(),
             Family::Collective => self.collective(),
             Family::Extern => self.external(),
+        }
+    }
+
+    /// What most operations of a model are, as far as they are asked for.
+    fn usual_families(&self) -> Vec<Family> {
+        use Family::{Dot, Movement, Pointwise, Reduce};
+        let usual = [
+            Pointwise, Pointwise, Pointwise, Pointwise, Pointwise, Reduce, Movement, Dot,
+        ];
+        let asked = |family: &Family| self.config.families.contains(family);
+        let usual: Vec<Family> = usual.into_iter().filter(asked).collect();
+        match usual.is_empty() {
+            true => self.config.families.clone(),
+            false => usual,
         }
     }
 
@@ -130,7 +165,11 @@ impl<'a> Builder<'a> {
     fn random_provenance(&mut self) -> Provenance {
         let mut provenance = Provenance::default();
         let phases = [Phase::Unknown, Phase::Forward, Phase::Backward, Phase::Optimizer];
-        provenance.phase = *self.choose(&phases);
+        let begun = self.parts.iter().rev().find(|(from, _)| *from <= self.steps);
+        provenance.phase = match begun {
+            Some(&(_, part)) => part,
+            None => *self.choose(&phases),
+        };
         let bits = self.rng.below(8);
         let pick = |bit: u64, text: &str| (bits >> bit & 1 == 1).then(|| text.into());
         provenance.operation = pick(0, "NumericFloat.Add");
@@ -185,15 +224,18 @@ impl<'a> Builder<'a> {
         if self.config.zero_sized && self.chance(25) {
             0
         } else {
-            *self.choose(&[1, 2, 2, 3, 3, 4, 5, 7])
+            *self.choose(&self.extents.clone())
         }
     }
 
     /// A shape, half of the time one that occurs, so that operands find partners.
     pub(super) fn shape(&mut self) -> Shape {
-        if self.chance(2)
-            && let Some(other) = self.existing(|_, _| true)
-        {
+        let fresh = if self.config.together {
+            self.chance(8)
+        } else {
+            !self.chance(2)
+        };
+        if !fresh && let Some(other) = self.existing(|_, _| true) {
             return self.ty(other).shape;
         }
         let rank = self.between(0, 4);
@@ -299,7 +341,8 @@ impl<'a> Builder<'a> {
     /// A new value without operands: an argument, a runtime scalar, a constant or an iota.
     pub(super) fn source(&mut self, ty: TensorType) -> Fact {
         let float = ty.dtype.is_float();
-        match self.rng.below(8) {
+        let kinds = if self.config.together { 40 } else { 8 };
+        match self.rng.below(kinds) {
             0 if ty.dtype != DType::Bool => {
                 let index = self.graph.scalars().len() as u32;
                 let bound = if float { 2.0 } else { 0.0 };
@@ -348,12 +391,10 @@ impl<'a> Builder<'a> {
             .copied()
             .filter(|&fact| fits(fact, self.graph.ty(fact.value)))
             .collect();
-        // The later of two, so that chains grow.
-        let later = self
-            .rng
-            .below(fitting.len() as u64)
-            .max(self.rng.below(fitting.len() as u64));
-        fitting.get(later as usize).copied()
+        // The later of two, so that chains grow, or of more, so that they grow long.
+        let draws = if self.config.together { 5 } else { 2 };
+        let later = (0..draws).map(|_| self.rng.below(fitting.len() as u64)).max();
+        fitting.get(later? as usize).copied()
     }
 
     /// Whether arithmetic may go on with this value: neither huge nor mostly error.
@@ -363,7 +404,13 @@ impl<'a> Builder<'a> {
 
     /// A value of type `ty`: one that exists, or the elements of one under another shape, or a new one.
     pub(super) fn of_type(&mut self, ty: &TensorType) -> Fact {
-        if !self.chance(4) {
+        if self.config.together
+            && self.chance(3)
+            && let Some(found) = self.repeated(ty)
+        {
+            return found;
+        }
+        if !self.chance(if self.config.together { 12 } else { 4 }) {
             if let Some(found) = self.existing(|fact, other| other == ty && Self::usable(fact)) {
                 return found;
             }
@@ -377,9 +424,36 @@ impl<'a> Builder<'a> {
         self.source(ty.clone())
     }
 
+    /// A value of type `ty` that repeats one along an axis: a bias, or what a reduction has found.
+    fn repeated(&mut self, ty: &TensorType) -> Option<Fact> {
+        let rank = ty.shape.rank();
+        if rank == 0 {
+            return None;
+        }
+        let axis = self.between(0, rank - 1);
+        let kept = Shape::new(
+            ty.shape
+                .iter()
+                .copied()
+                .enumerate()
+                .filter(|&(at, _)| at != axis)
+                .map(|(_, extent)| extent),
+        );
+        let one = ty.shape.with(axis, 1);
+        let found = self.existing(|fact, other| {
+            other.dtype == ty.dtype && (other.shape == kept || other.shape == one) && Self::usable(fact)
+        })?;
+        let dims = match self.ty(found).shape == one {
+            true => (0..rank).collect(),
+            false => (0..rank).filter(|&at| at != axis).collect(),
+        };
+        let shape = ty.shape.clone();
+        Some(self.moved(Op::Broadcast { shape, dims }, &[found]))
+    }
+
     /// A value with elements that `fits`, of any shape.
     fn with_dtype(&mut self, dtype: DType, fits: impl Fn(Fact) -> bool) -> Fact {
-        if !self.chance(4)
+        if !self.chance(if self.config.together { 12 } else { 4 })
             && let Some(found) =
                 self.existing(|fact, ty| ty.dtype == dtype && Self::usable(fact) && fits(fact))
         {

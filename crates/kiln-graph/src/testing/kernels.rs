@@ -113,6 +113,14 @@ impl Builder<'_> {
     }
 
     pub(super) fn dot(&mut self) {
+        let operand = |fact: Fact, ty: &TensorType| {
+            ty.dtype.is_float() && ty.shape.rank() >= 2 && ty.numel() > 0 && Self::usable(fact)
+        };
+        if self.config.together
+            && let Some(a) = self.existing(operand)
+        {
+            return self.product_of(a);
+        }
         let counts = [
             self.between(0, 2),
             self.between(0, 2),
@@ -138,6 +146,41 @@ impl Builder<'_> {
             result: None,
         };
         self.products(Op::DotGeneral(dims), a, b, contract.iter().product());
+    }
+
+    /// Adds a product of `a`, each of whose dimensions is contracted, kept or, rarely, of a batch.
+    fn product_of(&mut self, a: Fact) {
+        let TensorType { dtype, shape } = self.ty(a);
+        let (mut batch, mut contract) = (Dims::new(), Dims::new());
+        let contracted = self.axis(a);
+        for axis in 0..shape.rank() {
+            if axis == contracted || self.chance(5) {
+                contract.push(axis);
+            } else if self.chance(4) {
+                batch.push(axis);
+            }
+        }
+        let of = |axes: &Dims| axes.iter().map(|&axis| shape[axis]).collect::<Vec<usize>>();
+        let (batches, depth) = (of(&batch), of(&contract));
+        let columns: Vec<usize> = (0..self.between(0, 2)).map(|_| self.extent().max(1)).collect();
+        let (b_shape, b_batch, b_contract) = self.shuffled(&batches, &depth, &columns);
+        let terms: usize = depth.iter().product();
+        let size = shape.numel() / terms * columns.iter().product::<usize>();
+        if size.max(b_shape.numel()) > 4 * self.config.max_elements {
+            return;
+        }
+        let b = self.of_type(&TensorType {
+            dtype,
+            shape: b_shape,
+        });
+        let dims = DotDims {
+            a_batch: batch,
+            b_batch,
+            a_contract: contract,
+            b_contract,
+            result: None,
+        };
+        self.products(Op::DotGeneral(dims), a, b, terms);
     }
 
     /// A shape of these extents in a random order, and where the first two groups went.

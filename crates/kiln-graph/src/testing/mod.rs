@@ -110,6 +110,10 @@ pub struct GraphConfig {
     pub ints: Vec<DType>,
     /// Whether extents of 0 occur. Default true.
     pub zero_sized: bool,
+    /// Whether operations belong together, as a model's do, so that schedulers find much to fuse: a few
+    /// extents, operands that exist wherever there are any, and parts of the step in order. Default false:
+    /// each operation is of any part, and often has operands of its own.
+    pub together: bool,
 }
 
 impl Default for GraphConfig {
@@ -121,6 +125,7 @@ impl Default for GraphConfig {
             floats: vec![DType::F32, DType::F32, DType::F32, DType::F64],
             ints: vec![DType::I64, DType::I32, DType::U8],
             zero_sized: true,
+            together: false,
         }
     }
 }

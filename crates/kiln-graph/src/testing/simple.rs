@@ -11,7 +11,11 @@ use crate::{Collective, CollectiveKind, DType, Scalar, Shape, TensorType};
 
 impl Builder<'_> {
     pub(super) fn pointwise(&mut self) {
-        match self.rng.below(10) {
+        let kind = match self.config.together && !self.chance(4) {
+            true => *self.choose(&[0, 0, 4]),
+            false => self.rng.below(10),
+        };
+        match kind {
             0..=2 => self.float_unary(),
             3 => {
                 let op = *self.choose(&[UnaryOp::Neg, UnaryOp::Abs, UnaryOp::Sign, UnaryOp::Not]);
