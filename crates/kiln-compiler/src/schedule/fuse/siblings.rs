@@ -121,11 +121,16 @@ impl Fuser<'_> {
             && self.groups[b].reads.iter().all(at_own_points)
     }
 
-    /// Forgets that `group` reads what it makes itself, and stores of that which nobody else reads.
+    /// Forgets that `group` reads what it makes itself, be it the result of an operation or another shape of
+    /// one, and stores of that which nobody else reads.
     fn keep_own_values(&mut self, group: usize) {
         let Some(nest) = self.nest(group) else { return };
         let own: Vec<Value> = nest.uses.iter().map(|(value, _)| *value).collect();
-        let own = own.into_iter().filter(|value| nest.maps.contains_key(value));
+        let made = |value: &Value| {
+            let stored = || nest.stores.iter().any(|store| store.buffer == Buffer::Value(*value));
+            nest.maps.contains_key(value) || stored()
+        };
+        let own = own.into_iter().filter(made);
         for value in own.collect::<Vec<_>>() {
             self.take_uses(group, value);
             if !self.needed_outside(value, group) {
