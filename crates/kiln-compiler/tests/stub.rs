@@ -43,6 +43,12 @@ const PIECEWISE: Policy = Policy {
     ..POLICY
 };
 
+/// Nests that read a product become one, which follows it.
+const JOINED: Policy = Policy {
+    epilogue_joined: true,
+    ..POLICY
+};
+
 /// Thresholds drawn from a seed: schedules that no target asks for today.
 fn drawn(seed: u64) -> Policy {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -94,6 +100,7 @@ fn check(graph: &Graph, tolerances: &[f64], what: &str) {
         (POLICY, false),
         (RELUCTANT, true),
         (PIECEWISE, true),
+        (JOINED, true),
     ];
     check_with(graph, &policies, tolerances, what);
 }
