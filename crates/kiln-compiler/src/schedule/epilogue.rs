@@ -13,7 +13,7 @@ use kiln_graph::{Graph, Node, Value};
 
 use super::access::{self, Side, Strided, side_of, strided};
 use super::buffer::Buffer;
-use super::layout::position;
+use super::layout::{position, strides};
 use super::nest::{Nest, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
 use crate::policy::Policy;
@@ -116,12 +116,7 @@ pub fn has_template(
         let stored = Strided {
             base: value,
             offset: 0,
-            strides: graph
-                .shape(value)
-                .strides()
-                .iter()
-                .map(|&stride| stride as i64)
-                .collect(),
+            strides: strides(graph.shape(value), nest.layouts.get(&value)),
         };
         takes(value)
             && graph.ty(value).numel() > 0

@@ -127,7 +127,11 @@ impl Fuser<'_> {
         let Some(nest) = self.nest(group) else { return };
         let own: Vec<Value> = nest.uses.iter().map(|(value, _)| *value).collect();
         let made = |value: &Value| {
-            let stored = || nest.stores.iter().any(|store| store.buffer == Buffer::Value(*value));
+            let stored = || {
+                nest.stores
+                    .iter()
+                    .any(|store| store.buffer == Buffer::Value(*value))
+            };
             nest.maps.contains_key(value) || stored()
         };
         let own = own.into_iter().filter(made);
