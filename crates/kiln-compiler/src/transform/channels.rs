@@ -57,7 +57,8 @@ struct Channels<'a> {
     rewriter: Rewriter<'a>,
     /// The results of [`Channels::by_channel`], by value and axis.
     by_channel: FxHashMap<(Value, usize), Option<Value>>,
-    /// Sums of products over all but axis 1, by their factors.
+    /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is the
+    /// image's.
     sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
 }
 
@@ -309,13 +310,16 @@ impl Channels<'_> {
             dtype: DType::F32,
             shape: Shape::from(&[shape[1]][..]),
         };
+        if factors.is_empty() {
+            // No factor says which image this is: the count of another one is another number.
+            return self.rewriter.graph.full(count, &ty, p);
+        }
         let mut key: SmallVec<[Value; 2]> = factors.iter().copied().collect();
         key.sort_unstable();
         if let Some(&known) = self.sums.get(&key) {
             return Ok(known);
         }
         let sum = match *key.as_slice() {
-            [] => self.rewriter.graph.full(count, &ty, p)?,
             [x] => match self.difference(x, p)? {
                 Some((x, mean)) => {
                     let sum = self.product_sum(&[x], image, p)?;
