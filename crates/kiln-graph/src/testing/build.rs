@@ -424,13 +424,23 @@ impl<'a> Builder<'a> {
         self.source(ty.clone())
     }
 
-    /// A value of type `ty` that repeats one along an axis: a bias, or what a reduction has found.
+    /// A value of type `ty` that repeats one along one axis or all but one: what a reduction has found, or a bias.
     fn repeated(&mut self, ty: &TensorType) -> Option<Fact> {
         let rank = ty.shape.rank();
         if rank == 0 {
             return None;
         }
         let axis = self.between(0, rank - 1);
+        let shape = ty.shape.clone();
+        if self.chance(2) {
+            let list = Shape::new([shape[axis]]);
+            let fits = |fact: Fact, other: &TensorType| {
+                other.dtype == ty.dtype && other.shape == list && Self::usable(fact)
+            };
+            let found = self.existing(fits)?;
+            let dims = [axis].into_iter().collect();
+            return Some(self.moved(Op::Broadcast { shape, dims }, &[found]));
+        }
         let kept = Shape::new(
             ty.shape
                 .iter()
@@ -447,7 +457,6 @@ impl<'a> Builder<'a> {
             true => (0..rank).collect(),
             false => (0..rank).filter(|&at| at != axis).collect(),
         };
-        let shape = ty.shape.clone();
         Some(self.moved(Op::Broadcast { shape, dims }, &[found]))
     }
 

@@ -253,8 +253,9 @@ impl Builder<'_> {
     }
 
     pub(super) fn reduce(&mut self) {
-        match self.rng.below(4) {
-            0 | 1 => self.plain_reduce(),
+        let kinds = if self.config.together { 12 } else { 4 };
+        match self.rng.below(kinds) {
+            0 | 1 | 4.. => self.plain_reduce(),
             2 => {
                 let x = self.ranked(Self::exact_number);
                 let axis = self.axis(x);
@@ -295,10 +296,18 @@ impl Builder<'_> {
         let x = self.ranked(Self::number);
         let shape = self.ty(x).shape;
         let mut axes = self.axes(shape.rank());
+        if self.config.together && self.chance(2) {
+            // The sums of the gradients of a bias, or the statistics of a normalisation.
+            let kept = self.axis(x);
+            axes = (0..shape.rank()).filter(|&axis| axis != kept).collect();
+        }
         if axes.is_empty() {
             axes.push(shape.rank() - 1);
         }
-        let op = *self.choose(&[ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min]);
+        let mut op = *self.choose(&[ReduceOp::Sum, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min]);
+        if self.config.together && self.chance(2) {
+            op = ReduceOp::Sum;
+        }
         let run: usize = axes.iter().map(|&axis| shape[axis]).product();
         let (x, fact) = self.combined(op, x, run);
         self.node(Op::Reduce { op, axes }, &[x], &[fact]);
