@@ -341,7 +341,7 @@ impl<'a> Builder<'a> {
     /// A new value without operands: an argument, a runtime scalar, a constant or an iota.
     pub(super) fn source(&mut self, ty: TensorType) -> Fact {
         let float = ty.dtype.is_float();
-        let kinds = if self.config.together { 40 } else { 8 };
+        let kinds = if self.config.together { 20 } else { 8 };
         match self.rng.below(kinds) {
             0 if ty.dtype != DType::Bool => {
                 let index = self.graph.scalars().len() as u32;
