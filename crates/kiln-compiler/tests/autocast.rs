@@ -7,7 +7,7 @@ use kiln_compiler::transform::autocast::{Reason, autocast};
 use kiln_compiler::{CompiledStep, Options, Policy, compile};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
-use kiln_graph::testing::{Family, GraphConfig, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
 use kiln_graph::{
     DType, Graph, HostTensor, NodeData, Phase, Provenance, Rewriter, TensorType, Value, interpret,
     interpret_f64, verify,
@@ -415,7 +415,11 @@ fn any_graph_stays_well_typed_and_a_second_pass_changes_nothing() {
         floats: vec![DType::F32, DType::F32, DType::BF16, DType::F64],
         ..GraphConfig::default()
     };
-    for seed in 0..150 {
+    for seed in seeds(0..150) {
+        let config = GraphConfig {
+            together: seed % 2 == 1,
+            ..config.clone()
+        };
         let graph = random_graph(seed, &config).graph;
         let (once, _) = autocast(&graph, DType::BF16, &POLICY).unwrap();
         verify(&once).unwrap();

@@ -5,7 +5,7 @@ mod common;
 use common::{Case, Rng, cases, draws, float_outputs, float_parameters, floats, generic, run};
 use kiln_func::{FuncError, Randomness, grad, jvp, vjp, vmap};
 use kiln_graph::op::{BinaryOp, DotDims, ExternOp, Op, RandomKind, ReduceOp, UnaryOp};
-use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, Shape, TensorType, philox};
 
 /// The tensors joined along a new dimension `dim`.
@@ -207,7 +207,11 @@ fn random_graphs() {
         ints: vec![DType::I64, DType::I32, DType::U8],
         ..GraphConfig::default()
     };
-    for seed in 0..150 {
+    for seed in seeds(0..150) {
+        let config = GraphConfig {
+            together: seed % 2 == 1,
+            ..config.clone()
+        };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
         let mut rng = Rng(seed);
@@ -240,13 +244,18 @@ fn transforms_of_transforms() {
         floats: vec![DType::F64],
         ints: vec![DType::I64],
         zero_sized: false,
+        together: false,
         families: Family::ALL
             .iter()
             .copied()
             .filter(|&family| family != Family::Random)
             .collect(),
     };
-    for seed in 0..40 {
+    for seed in seeds(0..40) {
+        let config = GraphConfig {
+            together: seed % 2 == 1,
+            ..config.clone()
+        };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
         let mut rng = Rng(seed);

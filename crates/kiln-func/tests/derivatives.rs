@@ -5,7 +5,7 @@ mod common;
 use common::{Case, cases, draws, float_outputs, float_parameters, floats, generic, run};
 use kiln_func::{FuncError, Mode, grad, hessian, jacobian, jvp, value_and_grad, vjp};
 use kiln_graph::op::{BinaryOp, DotDims, ExternOp, Op, ReduceOp, UnaryOp};
-use kiln_graph::testing::{Family, GraphConfig, random_arguments, random_graph};
+use kiln_graph::testing::{Family, GraphConfig, random_arguments, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, Shape, TensorType, Value};
 
 /// `x + step * direction` for the parameters in `wrt`.
@@ -166,7 +166,11 @@ fn random_graphs() {
         ..GraphConfig::default()
     };
     let mut compared = 0;
-    for seed in 0..150 {
+    for seed in seeds(0..150) {
+        let config = GraphConfig {
+            together: seed % 2 == 1,
+            ..config.clone()
+        };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
         let arguments: Vec<HostTensor> = graph
@@ -198,9 +202,14 @@ fn random_graphs_twice() {
         ints: vec![DType::I64],
         families: families.to_vec(),
         zero_sized: false,
+        together: false,
     };
     let mut compared = 0;
-    for seed in 0..60 {
+    for seed in seeds(0..60) {
+        let config = GraphConfig {
+            together: seed % 2 == 1,
+            ..config.clone()
+        };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
         let (wrt, outputs) = (float_parameters(&graph), float_outputs(&graph));
