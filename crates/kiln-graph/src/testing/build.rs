@@ -424,7 +424,8 @@ impl<'a> Builder<'a> {
         self.source(ty.clone())
     }
 
-    /// A value of type `ty` that repeats one along one axis or all but one: what a reduction has found, or a bias.
+    /// A value of type `ty` that repeats one along one axis or all but one: what a reduction has found, or a
+    /// bias.
     fn repeated(&mut self, ty: &TensorType) -> Option<Fact> {
         let rank = ty.shape.rank();
         if rank == 0 {
