@@ -95,30 +95,32 @@ fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<St
 
 /// Compiles, runs, and compares each output with the interpreter.
 fn check(graph: &Graph, tolerances: &[f64], what: &str) {
-    let policies = [
-        (POLICY, true),
-        (POLICY, false),
-        (RELUCTANT, true),
-        (PIECEWISE, true),
-        (JOINED, true),
+    let not_fused = Options {
+        fuse: false,
+        ..Options::default()
+    };
+    let ways = [
+        (POLICY, Options::default()),
+        (POLICY, not_fused),
+        (RELUCTANT, Options::default()),
+        (PIECEWISE, Options::default()),
+        (JOINED, Options::default()),
     ];
-    check_with(graph, &policies, tolerances, what);
+    check_with(graph, &ways, tolerances, what);
 }
 
-fn check_with(graph: &Graph, policies: &[(Policy, bool)], tolerances: &[f64], what: &str) {
+fn check_with(graph: &Graph, ways: &[(Policy, Options)], tolerances: &[f64], what: &str) {
     let (tensors, scalars) = random_arguments(graph, 7);
     let expected = interpret_f64(graph, &tensors, &scalars).unwrap();
-    for &(policy, fuse) in policies {
-        let options = Options {
-            fuse,
-            ..Options::default()
-        };
-        let step = compiled(graph, policy, &options);
+    for (policy, options) in ways {
+        let step = compiled(graph, *policy, options);
         let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
         for (number, (actual, expected)) in actual.iter().zip(&expected).enumerate() {
             if let Some(found) = difference(actual, expected, tolerances[number]) {
                 panic!(
-                    "{what}, fuse {fuse}: output {number}: {found}\n{}\n{}\n{}",
+                    "{what}, fuse {}, keep {}: output {number}: {found}\n{}\n{}\n{}",
+                    options.fuse,
+                    options.keep,
                     step.graph,
                     step.schedule.to_text(&step.graph),
                     step.plan.to_text(&step.graph)
@@ -168,9 +170,22 @@ fn random_graphs_under_drawn_thresholds() {
             ..families(&Family::ALL)
         };
         let random = random_graph(seed + 10_000, &config);
-        let policies = [(drawn(2 * seed), true), (drawn(2 * seed + 1), true)];
         let what = format!("seed {seed}, drawn thresholds");
-        check_with(&random.graph, &policies, &random.tolerances, &what);
+        let policies = [drawn(2 * seed), drawn(2 * seed + 1)];
+        let mut ways = vec![(policies[0], Options::default())];
+        // The least memory and all of it, or some point between.
+        let curve = memory_curve(&random.graph, &Options::default(), &Stub { policy: policies[1] });
+        let points = curve.unwrap_or_else(|error| panic!("{what}: {error}"));
+        let point = points.get(seed as usize % points.len().max(1));
+        let keep = point.map_or(Keep::Everything, |point| Keep::Within(point.peak));
+        ways.push((
+            policies[1],
+            Options {
+                keep,
+                ..Options::default()
+            },
+        ));
+        check_with(&random.graph, &ways, &random.tolerances, &what);
     }
 }
 
