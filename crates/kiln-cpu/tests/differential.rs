@@ -102,7 +102,7 @@ fn large_nests() {
 /// Operations that share their operands, as a model's do: more of them end up in one kernel.
 #[test]
 fn operations_that_belong_together() {
-    for (number, max_elements) in [120, 3_000].into_iter().enumerate() {
+    for (number, max_elements) in [120, 3_000, 20_000].into_iter().enumerate() {
         let mut config = families(&Family::ALL);
         config.floats = vec![DType::F32, DType::F32, DType::F32, DType::BF16];
         config.max_elements = max_elements;

@@ -74,7 +74,12 @@ impl<'a> Builder<'a> {
             steps: 0,
         };
         if config.together {
-            builder.extents = vec![*builder.choose(&[2, 3, 4]), *builder.choose(&[4, 5, 6, 8])];
+            // Large graphs have products of whole tiles.
+            let (few, many): (&[usize], &[usize]) = match config.max_elements {
+                ..10_000 => (&[2, 3, 4], &[4, 5, 6, 8]),
+                _ => (&[3, 8, 16], &[20, 32, 64]),
+            };
+            builder.extents = vec![*builder.choose(few), *builder.choose(many)];
             builder.parts = vec![(0, *builder.choose(&[Phase::Unknown, Phase::Forward]))];
             let backward = builder.between(0, 2 * config.steps);
             let optimizer = builder.between(backward, 2 * config.steps);
