@@ -49,6 +49,13 @@ const JOINED: Policy = Policy {
     ..POLICY
 };
 
+/// Nests of one operation each, which copy and spread what others make.
+const SINGLE: Policy = Policy {
+    nest_operations: 1,
+    inline_operations: 0,
+    ..POLICY
+};
+
 /// Thresholds drawn from a seed: schedules that no target asks for today.
 fn drawn(seed: u64) -> Policy {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -105,6 +112,7 @@ fn check(graph: &Graph, tolerances: &[f64], what: &str) {
         (RELUCTANT, Options::default()),
         (PIECEWISE, Options::default()),
         (JOINED, Options::default()),
+        (SINGLE, Options::default()),
     ];
     check_with(graph, &ways, tolerances, what);
 }

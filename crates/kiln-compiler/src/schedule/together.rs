@@ -39,15 +39,17 @@ pub fn join_updates(graph: &Graph, policy: &Policy, kernels: Vec<Kernel>) -> Vec
 
 /// Joins the kernels that only cast arguments into one: these make the 16-bit copies of parameters, which
 /// products read. They depend on nothing, and most copies are needed until the backward pass has read them
-/// too.
+/// too. A nest that casts an argument as one piece of a concatenation and copies another piece depends on that.
 pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
     let casts = |&node: &Node| {
         let data = graph.node(node);
         matches!(data.op, Op::Cast(_)) && matches!(graph.def(data.inputs[0]).op, Op::Parameter { .. })
     };
+    let given = |buffer: &Buffer| matches!(graph.def(buffer.value(graph)).op, Op::Parameter { .. });
     let (casts, mut others): (Vec<Kernel>, Vec<Kernel>) = kernels.into_iter().partition(|kernel| {
         matches!(&kernel.kind, KernelKind::Nest(nest) if nest.split.is_none() && !nest.members.is_empty())
             && kernel.nodes.iter().all(casts)
+            && kernel.reads.iter().all(given)
     });
     // Parts of the step that share no kernels: those of the forward pass, those behind it, and chunks.
     let part = |kernel: &Kernel| {
