@@ -447,14 +447,7 @@ impl<'a> Builder<'a> {
             let dims = [axis].into_iter().collect();
             return Some(self.moved(Op::Broadcast { shape, dims }, &[found]));
         }
-        let kept = Shape::new(
-            ty.shape
-                .iter()
-                .copied()
-                .enumerate()
-                .filter(|&(at, _)| at != axis)
-                .map(|(_, extent)| extent),
-        );
+        let kept = ty.shape.without(&[axis]);
         let one = ty.shape.with(axis, 1);
         let found = self.existing(|fact, other| {
             other.dtype == ty.dtype && (other.shape == kept || other.shape == one) && Self::usable(fact)
