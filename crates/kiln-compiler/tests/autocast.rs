@@ -7,7 +7,7 @@ use kiln_compiler::transform::autocast::{Reason, autocast};
 use kiln_compiler::{CompiledStep, Options, Policy, compile};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
-use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
+use kiln_graph::testing::{Family, GraphConfig, random_arguments, random_graph, seeds};
 use kiln_graph::{
     DType, Graph, HostTensor, NodeData, Phase, Provenance, Rewriter, TensorType, Value, interpret,
     interpret_f64, verify,
@@ -380,6 +380,47 @@ fn gradients_of_convolutions_are_rounded_where_the_target_says_so() {
     assert_eq!(types(&narrow, DType::BF16), [DType::BF16; 3]);
     // Gradients may be larger than f16 holds.
     assert_eq!(types(&narrow, DType::F16), [DType::F32; 3]);
+}
+
+/// The gradient of a ReLU looks at the 16 bits that the products read, not at a comparison kept beside them.
+#[test]
+fn gradients_of_relus_look_at_what_is_stored() {
+    let text = "graph @relu {
+      %x = parameter 0 : f32[64,16]
+      %w0 = parameter 1 : f32[16,48]
+      %b = parameter 2 : f32[48]
+      %w1 = parameter 3 : f32[48,8]
+      %dy = parameter 4 : f32[64,8]
+      %p = dot_general %x, %w0 {a_contract=[1], b_contract=[0]} : f32[64,48] ; fwd
+      %bias = broadcast %b {dims=[1]} : f32[64,48] ; fwd
+      %h = add %p, %bias : f32[64,48] ; fwd
+      %zero = constant 0.0 : f32[] ; fwd
+      %zeros = broadcast %zero {dims=[]} : f32[64,48] ; fwd
+      %off = compare le %h, %zeros : bool[64,48] ; fwd
+      %a = select %off, %zeros, %h : f32[64,48] ; fwd
+      %y = dot_general %a, %w1 {a_contract=[1], b_contract=[0]} : f32[64,8] ; fwd
+      %dw1 = dot_general %a, %dy {a_contract=[0], b_contract=[0]} : f32[48,8] ; bwd
+      %da = dot_general %dy, %w1 {a_contract=[1], b_contract=[1]} : f32[64,48] ; bwd
+      %dh = select %off, %zeros, %da : f32[64,48] ; bwd
+      %dw0 = dot_general %x, %dh {a_contract=[0], b_contract=[0]} : f32[16,48] ; bwd
+      %db = reduce sum %dh {axes=[0]} : f32[48] ; bwd
+      return %y, %dw1, %dw0, %db
+    }";
+    let graph = Graph::parse(text).unwrap_or_else(|error| panic!("{error}"));
+    let (tensors, scalars) = random_arguments(&graph, 3);
+    let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    for (dtype, limit) in TYPES {
+        let step = compiled(&graph, Some(dtype));
+        let kept = &step.partition.as_ref().unwrap().saved;
+        assert!(!kept.is_empty());
+        assert!(kept.iter().all(|saved| saved.ty.dtype != DType::Bool), "{kept:?}");
+        let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
+        for (number, expected) in expected.iter().enumerate() {
+            // A sum that rounding moves across 0 is another ReLU's.
+            let rounded = error(&actual[number], expected);
+            assert!(rounded < 2.0 * limit, "{dtype}, output {number}: {rounded:e}");
+        }
+    }
 }
 
 #[test]

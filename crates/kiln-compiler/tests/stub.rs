@@ -11,7 +11,7 @@ use std::path::Path;
 use kiln_compiler::testing::{POLICY, Stopped, Stub};
 use kiln_compiler::{CompileError, CompiledStep, Keep, Options, Policy, compile, memory_curve};
 use kiln_graph::alias::assign_aliases;
-use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph, seeds};
+use kiln_graph::testing::{Family, GraphConfig, Rng, difference, random_arguments, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, Scalar, Value, interpret_f64};
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
@@ -58,43 +58,40 @@ const SINGLE: Policy = Policy {
 
 /// Thresholds drawn from a seed: schedules that no target asks for today.
 fn drawn(seed: u64) -> Policy {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = |below: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 33) as usize % below
-    };
+    let mut rng = Rng::new(seed);
     let types: [&[DType]; 3] = [&[], &[DType::F32], &[DType::F32, DType::BF16, DType::F64]];
     Policy {
-        alignment: 1 << next(8),
-        hold_percent: next(150) as u32,
-        kept_buffer: [0, 0, 16, 256][next(4)],
-        nest_buffers: [2, 6, 24, 60][next(4)],
-        nest_operations: [1, 6, 40, 400][next(4)],
-        inline_operations: [0, 1, 12, 60][next(4)],
-        rows: [1, 2, 8, 64][next(4)],
-        strided_reduction: [1, 8, 1 << 20][next(3)],
-        shared_reduction: [1, 32, 1 << 20][next(3)],
-        sibling_elements: [0, 16, 1 << 20][next(3)],
-        cached_elements: [0, 64, 1 << 20][next(3)],
-        channels_last: next(2) == 0,
-        attention_result: next(2) == 0,
-        image_operations: [0, 2, 12, 40][next(4)],
-        epilogue_types: types[next(3)],
-        epilogue_streams: next(4),
-        epilogue_unit: [1, 1, 2][next(3)],
-        epilogue_joined: next(2) == 0,
-        epilogue_turned: next(2) == 0,
-        product_piece: [None, Some(1), Some(2)][next(3)],
-        prologue_types: types[next(3)],
-        prologue_streams: 1 + next(4),
-        prologue_pixels: 1 + next(8),
-        joined_update: [0, 16, 1 << 20][next(3)],
-        joined_share: 1 + next(3) as i64,
+        alignment: 1 << rng.below(8),
+        hold_percent: rng.below(150) as u32,
+        kept_buffer: *rng.choose(&[0, 0, 16, 256]),
+        nest_buffers: *rng.choose(&[2, 6, 24, 60]),
+        nest_operations: *rng.choose(&[1, 6, 40, 400]),
+        inline_operations: *rng.choose(&[0, 1, 12, 60]),
+        rows: *rng.choose(&[1, 2, 8, 64]),
+        strided_reduction: *rng.choose(&[1, 8, 1 << 20]),
+        shared_reduction: *rng.choose(&[1, 32, 1 << 20]),
+        sibling_elements: *rng.choose(&[0, 16, 1 << 20]),
+        cached_elements: *rng.choose(&[0, 64, 1 << 20]),
+        channels_last: *rng.choose(&[false, true]),
+        attention_result: *rng.choose(&[false, true]),
+        image_operations: *rng.choose(&[0, 2, 12, 40]),
+        epilogue_types: *rng.choose(&types),
+        epilogue_streams: *rng.choose(&[0, 1, 2, 3]),
+        epilogue_unit: *rng.choose(&[1, 1, 2]),
+        epilogue_joined: *rng.choose(&[false, true]),
+        epilogue_turned: *rng.choose(&[false, true]),
+        product_piece: *rng.choose(&[None, Some(1), Some(2)]),
+        prologue_types: *rng.choose(&types),
+        prologue_streams: *rng.choose(&[1, 2, 3, 4]),
+        prologue_pixels: 1 + rng.below(8) as usize,
+        joined_update: *rng.choose(&[0, 16, 1 << 20]),
+        joined_share: *rng.choose(&[1, 2, 3]),
         ..POLICY
     }
 }
+
+/// How much farther from a number rounding to bf16 may lead than rounding to f32.
+const NARROW: f64 = 6e4;
 
 fn compiled(graph: &Graph, policy: Policy, options: &Options) -> CompiledStep<Stub> {
     compile(graph, options, &Stub { policy }).unwrap_or_else(|error| panic!("{}: {error}", graph.name))
@@ -138,18 +135,10 @@ fn check_with(graph: &Graph, ways: &[(Policy, Options)], tolerances: &[f64], wha
     }
 }
 
-fn families(families: &[Family]) -> GraphConfig {
-    GraphConfig {
-        families: families.to_vec(),
-        floats: vec![DType::F32, DType::F32, DType::F64],
-        ..GraphConfig::default()
-    }
-}
-
 #[test]
 fn random_graphs_over_every_primitive() {
     for seed in seeds(0..60) {
-        let random = random_graph(seed, &families(&Family::ALL));
+        let random = random_graph(seed, &GraphConfig::of(&Family::ALL));
         check(&random.graph, &random.tolerances, &format!("seed {seed}"));
     }
 }
@@ -157,7 +146,7 @@ fn random_graphs_over_every_primitive() {
 #[test]
 fn random_graphs_of_each_family() {
     for family in Family::ALL {
-        let config = families(&[family, Family::Pointwise, Family::Movement]);
+        let config = GraphConfig::of(&[family, Family::Pointwise, Family::Movement]);
         for seed in seeds(0..12) {
             let random = random_graph(seed, &config);
             check(&random.graph, &random.tolerances, &format!("{family:?} {seed}"));
@@ -175,7 +164,7 @@ fn random_graphs_under_drawn_thresholds() {
             floats: sixteen[..[1, 3, 5][seed as usize / 3 % 3]].to_vec(),
             together: seed % 4 != 0,
             zero_sized: seed % 8 < 2,
-            ..families(&Family::ALL)
+            ..GraphConfig::of(&Family::ALL)
         };
         let random = random_graph(seed + 10_000, &config);
         let what = format!("seed {seed}, drawn thresholds");
@@ -194,6 +183,13 @@ fn random_graphs_under_drawn_thresholds() {
             },
         ));
         check_with(&random.graph, &ways, &random.tolerances, &what);
+        let narrow = Options {
+            autocast: Some(DType::BF16),
+            ..Options::default()
+        };
+        let tolerances: Vec<f64> = random.tolerances.iter().map(|by| by * NARROW).collect();
+        let ways = [drawn(3 * seed), drawn(5 * seed)].map(|policy| (policy, narrow.clone()));
+        check_with(&random.graph, &ways, &tolerances, &format!("{what}, autocast"));
     }
 }
 
@@ -204,7 +200,7 @@ fn long_chains_share_their_memory() {
         steps: 40,
         max_elements: 60,
         zero_sized: false,
-        ..families(&[Family::Pointwise, Family::Reduce, Family::Movement])
+        ..GraphConfig::of(&[Family::Pointwise, Family::Reduce, Family::Movement])
     };
     for seed in seeds(0..20) {
         let mut random = random_graph(seed, &config);
@@ -335,7 +331,7 @@ fn an_index_out_of_range_stops_the_step_before_anything_is_overwritten() {
 
 #[test]
 fn an_operation_without_a_kernel_is_named() {
-    let config = families(&[Family::Extern]);
+    let config = GraphConfig::of(&[Family::Extern]);
     let graph = random_graph(1, &config).graph;
     let error = compile(&graph, &Options::default(), &Stub::default()).unwrap_err();
     let CompileError::Unsupported { target, op, .. } = error else {

@@ -51,17 +51,10 @@ fn history(graph: &Graph, value: Value) -> String {
     text.lines().filter(of).collect::<Vec<_>>().join("\n")
 }
 
-fn families(families: &[Family]) -> GraphConfig {
-    GraphConfig {
-        families: families.to_vec(),
-        ..GraphConfig::default()
-    }
-}
-
 /// Operations that loop nests compute, over all types.
 #[test]
 fn nests_compute_what_the_interpreter_does() {
-    let mut config = families(&[
+    let mut config = GraphConfig::of(&[
         Family::Pointwise,
         Family::Reduce,
         Family::Movement,
@@ -92,7 +85,7 @@ fn nests_compute_what_the_interpreter_does() {
 /// Larger tensors: whole vectors, several threads, collapsed loops.
 #[test]
 fn large_nests() {
-    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    let mut config = GraphConfig::of(&[Family::Pointwise, Family::Reduce, Family::Movement]);
     config.max_elements = 60_000;
     config.steps = 20;
     let (graph, tolerances) = batch(500, 8, &config);
@@ -103,11 +96,7 @@ fn large_nests() {
 #[test]
 fn operations_that_belong_together() {
     for (number, max_elements) in [120, 3_000, 20_000].into_iter().enumerate() {
-        let mut config = families(&Family::ALL);
-        config.floats = vec![DType::F32, DType::F32, DType::F32, DType::BF16];
-        config.max_elements = max_elements;
-        config.steps = 40;
-        config.together = true;
+        let config = GraphConfig::of_a_step(max_elements);
         let (graph, tolerances) = batch(5000 + 100 * number as u64, 8, &config);
         check(&graph, &tolerances, true, "together");
     }
@@ -123,7 +112,7 @@ fn contractions_pools_and_sorts() {
         Family::Attention,
     ];
     for (seed, family) in kernels.into_iter().enumerate() {
-        let mut config = families(&[family, Family::Pointwise]);
+        let mut config = GraphConfig::of(&[family, Family::Pointwise]);
         if family == Family::Attention {
             config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
         }
@@ -139,7 +128,7 @@ fn large_contractions_and_pools() {
         .into_iter()
         .enumerate()
     {
-        let mut config = families(&[family, Family::Pointwise, Family::Reduce, Family::Movement]);
+        let mut config = GraphConfig::of(&[family, Family::Pointwise, Family::Reduce, Family::Movement]);
         config.floats = vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16];
         config.max_elements = 6_000;
         let (graph, tolerances) = batch(700 + 100 * number as u64, 6, &config);

@@ -267,10 +267,9 @@ const SMALL: usize = 120;
 
 fn random_config(families: &[Family], max_elements: usize) -> GraphConfig {
     GraphConfig {
-        families: families.to_vec(),
         max_elements,
         floats: vec![DType::F32, DType::F32, DType::F64, DType::F16, DType::BF16],
-        ..GraphConfig::default()
+        ..GraphConfig::of(families)
     }
 }
 

@@ -13,10 +13,10 @@ use kiln_cuda::code::StepCode;
 use kiln_cuda::testing::host::{Differential, HostStep, Outcome, differential};
 use kiln_graph::testing::{Family, GraphConfig, special_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Op, Provenance, Scalar};
-use support::{Batch, families};
+use support::Batch;
 
 fn nests() -> GraphConfig {
-    let mut config = families(&[
+    let mut config = GraphConfig::of(&[
         Family::Pointwise,
         Family::Reduce,
         Family::Movement,
@@ -64,7 +64,7 @@ fn nests_that_are_not_fused() {
 /// Larger tensors: several blocks, whole vectors, long rows.
 #[test]
 fn large_nests() {
-    let mut config = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    let mut config = GraphConfig::of(&[Family::Pointwise, Family::Reduce, Family::Movement]);
     config.max_elements = 60_000;
     config.steps = 20;
     let options = Options::default();
@@ -75,11 +75,7 @@ fn large_nests() {
 #[test]
 fn operations_that_belong_together() {
     for (number, max_elements) in [120, 3_000, 20_000].into_iter().enumerate() {
-        let mut config = families(&Family::ALL);
-        config.floats = vec![DType::F32, DType::F32, DType::F32, DType::BF16];
-        config.max_elements = max_elements;
-        config.steps = 40;
-        config.together = true;
+        let config = GraphConfig::of_a_step(max_elements);
         let (first, options) = (5000 + 100 * number as u64, Options::default());
         Batch::new(first..first + 8, &config, &options).check("together", &options);
     }
@@ -88,8 +84,8 @@ fn operations_that_belong_together() {
 #[test]
 fn not_a_number_and_negative_zero() {
     let options = Options::default();
-    let rows = families(&[Family::Pointwise, Family::Reduce, Family::Movement]);
-    let others = families(&[Family::Pool, Family::Sort, Family::Index]);
+    let rows = GraphConfig::of(&[Family::Pointwise, Family::Reduce, Family::Movement]);
+    let others = GraphConfig::of(&[Family::Pool, Family::Sort, Family::Index]);
     for (config, first) in [(rows, 40), (others, 90)] {
         let batch = Batch::new(first..first + 10, &config, &options);
         let (tensors, scalars) = special_arguments(&batch.graph, 5);
@@ -108,7 +104,7 @@ fn family(family: Family, count: u64) {
 }
 
 fn batch_of(family: Family, count: u64) -> Batch {
-    let mut config = families(&[family, Family::Pointwise]);
+    let mut config = GraphConfig::of(&[family, Family::Pointwise]);
     config.floats = vec![DType::F32, DType::F64, DType::F16, DType::BF16];
     let first = 100 * family as u64;
     Batch::new(first..first + count, &config, &Options::default())
@@ -200,7 +196,7 @@ fn a_graph_without_work() {
 #[test]
 fn code_survives_being_stored() {
     let options = Options::default();
-    let config = families(&[Family::Pointwise, Family::Reduce, Family::Index, Family::Dot]);
+    let config = GraphConfig::of(&[Family::Pointwise, Family::Reduce, Family::Index, Family::Dot]);
     let batch = Batch::new(60..66, &config, &options);
     let code = Differential::new(&batch.graph).compile().unwrap().code;
     assert!(!code.functions.is_empty() && !code.calls.is_empty());

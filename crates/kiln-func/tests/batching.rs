@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{Case, Rng, cases, draws, float_outputs, float_parameters, floats, generic, run};
+use common::{Case, cases, draws, float_outputs, float_parameters, floats, generic, run};
 use kiln_func::{FuncError, Randomness, grad, jvp, vjp, vmap};
 use kiln_graph::op::{BinaryOp, DotDims, ExternOp, Op, RandomKind, ReduceOp, UnaryOp};
-use kiln_graph::testing::{Family, GraphConfig, difference, random_arguments, random_graph, seeds};
+use kiln_graph::testing::{Family, GraphConfig, Rng, difference, random_arguments, random_graph, seeds};
 use kiln_graph::{DType, Graph, HostTensor, Provenance, Scalar, Shape, TensorType, philox};
 
 /// The tensors joined along a new dimension `dim`.
@@ -136,7 +136,7 @@ fn choices(count: usize) -> Vec<Vec<bool>> {
         return all.collect();
     }
     let one = (0..count).map(|only| (0..count).map(|at| at == only).collect());
-    let mut rng = Rng(count as u64);
+    let mut rng = Rng::new(count as u64);
     let some = (0..6).map(|_| (0..count).map(|_| rng.below(2) == 0).collect());
     one.chain([vec![true; count]])
         .chain(some.collect::<Vec<_>>())
@@ -214,24 +214,19 @@ fn random_graphs() {
         };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let arguments: Vec<Vec<HostTensor>> = (0..2)
             .map(|_| {
                 graph
                     .parameters()
                     .iter()
-                    .map(|&value| generic(graph.ty(value), rng.next()))
+                    .map(|&value| generic(graph.ty(value), rng.draw()))
                     .collect()
             })
             .collect();
         let varies: Vec<bool> = graph.parameters().iter().map(|_| rng.below(3) > 0).collect();
-        check(
-            &graph,
-            &arguments,
-            &varies,
-            &scalars,
-            (rng.below(3), rng.below(3)),
-        );
+        let dims = (rng.below(3) as usize, rng.below(3) as usize);
+        check(&graph, &arguments, &varies, &scalars, dims);
     }
 }
 
@@ -258,7 +253,7 @@ fn transforms_of_transforms() {
         };
         let graph = random_graph(seed, &config).graph;
         let scalars = random_arguments(&graph, seed).1;
-        let mut rng = Rng(seed);
+        let mut rng = Rng::new(seed);
         let count = graph.parameters().len();
         let all = |graph: &Graph| vec![Some(0); graph.parameters().len()];
         let out_dims = vec![Some(0); graph.outputs.len()];
@@ -267,7 +262,7 @@ fn transforms_of_transforms() {
             .map(|_| {
                 once.parameters()
                     .iter()
-                    .map(|&value| generic(once.ty(value), rng.next()))
+                    .map(|&value| generic(once.ty(value), rng.draw()))
                     .collect()
             })
             .collect();
@@ -280,7 +275,7 @@ fn transforms_of_transforms() {
                     derived
                         .parameters()
                         .iter()
-                        .map(|&value| generic(derived.ty(value), rng.next()))
+                        .map(|&value| generic(derived.ty(value), rng.draw()))
                         .collect()
                 })
                 .collect();

@@ -237,13 +237,23 @@ impl<'a> Joint<'a> {
     }
 
     /// The nodes that read `value` as it is or moved: a kernel that finds an operand in memory finds what was
-    /// moved there, too.
+    /// moved there, too. Slices count where they are all of the value together (queries, keys and values that
+    /// one product makes).
     fn readers(&self, value: Value) -> Vec<Node> {
+        let users = || {
+            let users = self.users.of(value).iter();
+            users.map(|&user| (user, self.graph.node(user)))
+        };
+        let elements = |value: Value| self.graph.shape(value).numel();
+        let slices = users().filter(|(_, data)| matches!(data.op, Op::Slice { .. }));
+        let sliced: usize = slices.map(|(_, data)| elements(data.outputs[0])).sum();
         let mut readers = Vec::new();
-        for &user in self.users.of(value) {
-            let data = self.graph.node(user);
+        for (user, data) in users() {
             match data.op {
                 Op::Reshape(_) | Op::Transpose(_) => readers.extend(self.readers(data.outputs[0])),
+                Op::Slice { .. } if sliced >= elements(value) => {
+                    readers.extend(self.readers(data.outputs[0]));
+                }
                 _ => readers.push(user),
             }
         }

@@ -8,6 +8,8 @@ pub mod autocast;
 pub mod channels;
 pub mod log_softmax;
 pub mod pattern;
+pub mod pools;
+mod relu;
 pub mod simplify;
 pub mod slices;
 mod view;
@@ -31,6 +33,7 @@ const PASSES: &[Pass] = &[
     ("channels", |graph, _| channels::channels(graph)),
     ("attention", |graph, _| attention::attention(graph)),
     ("slices", |graph, _| slices::slices(graph)),
+    ("pools", |graph, _| pools::pools(graph)),
     // Several values may be one by now, and rewrites leave transposes behind.
     ("simplify again", |graph, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.

@@ -159,6 +159,12 @@ pub fn splat(graph: &Graph, mut value: Value) -> Option<Value> {
     }
 }
 
+/// Whether `value` is a constant 0 in every element.
+pub fn is_zero(graph: &Graph, value: Value) -> bool {
+    let number = splat(graph, value).and_then(|number| graph.constant(number));
+    number.is_some_and(|number| number.to_f64() == 0.0)
+}
+
 /// The value behind casts between f32 and a type of 16 bits. An operation that reads it instead sees fewer
 /// roundings.
 pub fn behind_casts(graph: &Graph, mut value: Value) -> Value {

@@ -11,7 +11,7 @@ use rustc_hash::FxHashSet;
 use kiln_graph::op::{BinaryOp, Op};
 use kiln_graph::{Graph, NodeData, Provenance, Rewriter, TensorType, TypeError, Users, Value};
 
-use super::pattern::splat;
+use super::pattern::is_zero;
 
 /// Replaces slices written into zeros, and their sums, in `graph`.
 ///
@@ -113,11 +113,6 @@ fn collect<'a>(
         _ => return None,
     }
     (leaves.len() <= MOST).then_some(())
-}
-
-fn is_zero(graph: &Graph, value: Value) -> bool {
-    let number = splat(graph, value).and_then(|number| graph.constant(number));
-    number.is_some_and(|number| number.to_f64() == 0.0)
 }
 
 /// The concatenation of `parts` with zeros between.

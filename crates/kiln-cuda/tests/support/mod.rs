@@ -78,14 +78,6 @@ impl Batch {
     }
 }
 
-/// Graphs of these families.
-pub fn families(families: &[Family]) -> GraphConfig {
-    GraphConfig {
-        families: families.to_vec(),
-        ..GraphConfig::default()
-    }
-}
-
 /// Appends `part` to `whole`: parameters and scalars after those that are there, outputs too.
 pub fn append(whole: &mut Graph, part: &Graph) {
     let mut map: Vec<Value> = Vec::new();

@@ -7,43 +7,22 @@ use kiln_graph::op::{
     ArgReduceOp, AttentionDims, BinaryOp, CompareOp, ConvDims, Dims, DotDims, Op, RandomKind, ReduceOp,
     ScatterMode, SignedDims, UnaryOp, Window,
 };
+use kiln_graph::testing::Rng;
 use kiln_graph::{
     DType, Graph, HostTensor, Provenance, Scalar, Shape, TensorType, Value, interpret_f64, verify,
 };
 
-/// SplitMix64 (Steele, Lea and Flood 2014).
-pub struct Rng(pub u64);
-
-impl Rng {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    pub fn below(&mut self, limit: usize) -> usize {
-        (self.next() % limit.max(1) as u64) as usize
-    }
-
-    /// A number in `[low, high)`.
-    pub fn within(&mut self, low: f64, high: f64) -> f64 {
-        low + (high - low) * ((self.next() >> 11) as f64 / (1u64 << 53) as f64)
-    }
-}
-
 /// A tensor of numbers without ties, away from whole numbers in all likelihood.
 pub fn floats(shape: impl Into<Shape>, range: (f64, f64), seed: u64) -> HostTensor {
     let shape = shape.into();
-    let mut rng = Rng(seed);
+    let mut rng = Rng::new(seed);
     let values: Vec<f64> = (0..shape.numel()).map(|_| rng.within(range.0, range.1)).collect();
     HostTensor::from_floats(DType::F64, shape, values)
 }
 
 /// Random numbers of any type, of the float types without ties; integers are 0 to 8.
 pub fn generic(ty: &TensorType, seed: u64) -> HostTensor {
-    let mut rng = Rng(seed);
+    let mut rng = Rng::new(seed);
     let shape = ty.shape.clone();
     if ty.dtype.is_float() {
         let values: Vec<f64> = (0..ty.numel()).map(|_| rng.within(-2.0, 2.0)).collect();

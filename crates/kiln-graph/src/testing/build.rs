@@ -1,31 +1,9 @@
 //! The state of the generator: the graph so far, what is known of each value, and random choices.
 
-use super::{Family, GraphConfig, RandomGraph};
+use super::{Family, GraphConfig, RandomGraph, Rng};
 use crate::alias::assign_aliases;
 use crate::op::{BinaryOp, Dims, Op, UnaryOp};
 use crate::{DType, Graph, Phase, Provenance, Scalar, Shape, TensorType, Value};
-
-/// SplitMix64 (Steele, Lea and Flood 2014): good enough for choices.
-pub(super) struct Rng(u64);
-
-impl Rng {
-    pub(super) fn new(seed: u64) -> Self {
-        Self(seed)
-    }
-
-    pub(super) fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-        z ^ (z >> 31)
-    }
-
-    /// A number below `limit`; 0 if that is 0.
-    pub(super) fn below(&mut self, limit: u64) -> u64 {
-        self.next() % limit.max(1)
-    }
-}
 
 /// What is known of a value. For integers and bools `bound` and `error` are 0 and mean nothing.
 #[derive(Clone, Copy, Debug)]
@@ -189,7 +167,7 @@ impl<'a> Builder<'a> {
     // Choices.
 
     pub(super) fn choose<'b, T>(&mut self, from: &'b [T]) -> &'b T {
-        &from[self.rng.below(from.len() as u64) as usize]
+        self.rng.choose(from)
     }
 
     pub(super) fn chance(&mut self, one_in: u64) -> bool {

@@ -14,6 +14,7 @@
 
 mod build;
 mod kernels;
+mod rng;
 mod simple;
 
 use std::ops::Range;
@@ -22,7 +23,9 @@ use proptest::prelude::{Strategy, any};
 
 use crate::op::AttentionDims;
 use crate::{DType, Graph, HostTensor, Op, Scalar, TensorType};
-use build::{Builder, Rng};
+use build::Builder;
+
+pub use rng::Rng;
 
 /// A kind of primitive; see [`GraphConfig::families`].
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -126,6 +129,28 @@ impl Default for GraphConfig {
             ints: vec![DType::I64, DType::I32, DType::U8],
             zero_sized: true,
             together: false,
+        }
+    }
+}
+
+impl GraphConfig {
+    /// The default with operations of these families.
+    pub fn of(families: &[Family]) -> Self {
+        Self {
+            families: families.to_vec(),
+            ..Self::default()
+        }
+    }
+
+    /// Operations of every family that share their operands, as a step's do: many end up in one kernel. No
+    /// tensor made on purpose has more elements than these.
+    pub fn of_a_step(max_elements: usize) -> Self {
+        Self {
+            steps: 40,
+            max_elements,
+            floats: vec![DType::F32, DType::F32, DType::F32, DType::BF16],
+            together: true,
+            ..Self::default()
         }
     }
 }
@@ -236,7 +261,7 @@ pub fn random_arguments(graph: &Graph, seed: u64) -> (Vec<HostTensor>, Vec<Scala
     let tensors = graph
         .parameters()
         .iter()
-        .map(|&value| random_tensor(graph.ty(value), rng.next()))
+        .map(|&value| random_tensor(graph.ty(value), rng.draw()))
         .collect();
     let scalars = graph
         .scalars()

@@ -223,7 +223,7 @@ impl Builder<'_> {
                 &[],
             )
         } else {
-            let value = Scalar::UInt(self.rng.next());
+            let value = Scalar::UInt(self.rng.draw());
             self.constant(value, DType::U64)
         }
     }

@@ -175,16 +175,30 @@ impl Fuser<'_> {
         index
     }
 
-    /// `x` and the values behind it through reshapes and transposes.
+    /// `x` and the values behind it through reshapes and transposes, and through operations of one tensor
+    /// element by element (a cast, a scaling) whose result nothing else reads: the nest that reads `x`
+    /// computes those, and memory has what is behind them.
     pub(super) fn views(&self, x: Value) -> Vec<Value> {
         let mut path = vec![x];
         loop {
             let last = path[path.len() - 1];
             let data = self.graph.def(last);
-            if !matches!(data.op, Op::Reshape(_) | Op::Transpose(_)) || self.class(last) != Class::Inline {
-                return path;
-            }
-            path.push(data.inputs[0]);
+            let behind = match &data.op {
+                Op::Reshape(_) | Op::Transpose(_) if self.class(last) == Class::Inline => data.inputs[0],
+                op if op.is_pointwise()
+                    && self.users.of(last).len() == 1
+                    && self.users.outputs(last) == 0 =>
+                {
+                    let spread = |value: &Value| matches!(self.graph.def(*value).op, Op::Broadcast { .. });
+                    let mut tensors = data.inputs.iter().filter(|value| !spread(value));
+                    match (tensors.next(), tensors.next()) {
+                        (Some(&tensor), None) => tensor,
+                        _ => return path,
+                    }
+                }
+                _ => return path,
+            };
+            path.push(behind);
         }
     }
 

@@ -22,9 +22,10 @@
 //! = cast %v : bf16 %u = dot_general %v, %r              %u = dot_general %vh, ..
 //! ```
 //!
-//! There are three steps. `facts` finds for each value what it is made from and who reads it. `rewrite`
-//! makes the graph with its casts; equal casts are one, and casts stand in front of movements. `widen`
-//! gives each reader of 16 bits a widening cast of its own, so that no f32 copy is ever stored.
+//! There are four steps. `facts` finds for each value what it is made from and who reads it. `rewrite`
+//! makes the graph with its casts; equal casts are one, and casts stand in front of movements. `masks` lets
+//! the gradients of ReLUs look at what these stored. `widen` gives each reader of 16 bits a widening cast of
+//! its own, so that no f32 copy is ever stored.
 //!
 //! The pass runs after all patterns, which match f32 compositions, and before the partition, which then
 //! counts two bytes where two are stored. An argument that a contraction reads is cast by a kernel at the
@@ -34,6 +35,7 @@
 //! it is.
 
 mod facts;
+mod masks;
 mod report;
 mod rewrite;
 mod widen;
@@ -63,6 +65,7 @@ pub fn autocast(
         return Ok((widen::widen_at_readers(graph)?, None));
     }
     let (graph, stored) = Rewrite::new(graph, &facts, dtype).run()?;
+    let graph = masks::look_at_what_is_stored(&graph)?;
     let graph = widen::widen_at_readers(&graph)?;
     let report = AutocastReport::new(dtype, stored, &graph);
     Ok((graph, Some(report)))
