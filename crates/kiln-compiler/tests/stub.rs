@@ -60,6 +60,7 @@ const SINGLE: Policy = Policy {
 fn drawn(seed: u64) -> Policy {
     let mut rng = Rng::new(seed);
     let types: [&[DType]; 3] = [&[], &[DType::F32], &[DType::F32, DType::BF16, DType::F64]];
+    let [epilogue_types, prologue_types] = [(); 2].map(|()| *rng.choose(&types));
     Policy {
         alignment: 1 << rng.below(8),
         hold_percent: rng.below(150) as u32,
@@ -75,13 +76,13 @@ fn drawn(seed: u64) -> Policy {
         channels_last: *rng.choose(&[false, true]),
         attention_result: *rng.choose(&[false, true]),
         image_operations: *rng.choose(&[0, 2, 12, 40]),
-        epilogue_types: *rng.choose(&types),
+        epilogue_types,
         epilogue_streams: *rng.choose(&[0, 1, 2, 3]),
         epilogue_unit: *rng.choose(&[1, 1, 2]),
         epilogue_joined: *rng.choose(&[false, true]),
         epilogue_turned: *rng.choose(&[false, true]),
         product_piece: *rng.choose(&[None, Some(1), Some(2)]),
-        prologue_types: *rng.choose(&types),
+        prologue_types,
         prologue_streams: *rng.choose(&[1, 2, 3, 4]),
         prologue_pixels: 1 + rng.below(8) as usize,
         joined_update: *rng.choose(&[0, 16, 1 << 20]),

@@ -7,7 +7,7 @@ use std::ops::Range;
 use kiln_compiler::{CompileError, Options};
 use kiln_cuda::CudaTarget;
 use kiln_cuda::testing::host::Differential;
-use kiln_graph::testing::{Family, GraphConfig, random_graph, seeds};
+use kiln_graph::testing::{GraphConfig, random_graph, seeds};
 use kiln_graph::{Graph, Op, Provenance, Value};
 
 /// Random graphs that the target computes, as one step: a run of the compiler each would be most of the time.
