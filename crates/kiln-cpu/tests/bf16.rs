@@ -59,7 +59,7 @@ fn check(graph: &Graph, what: &str, kernels: usize) {
     let pairs = step
         .code
         .iter()
-        .any(|file| file.text.contains("of pairs of bf16"));
+        .any(|file| file.text.contains("] of pairs of bf16"));
     assert_eq!(pairs, isas[0].has_bf16_pairs(), "{what}: which units are used");
 }
 
