@@ -423,6 +423,34 @@ fn gradients_of_relus_look_at_what_is_stored() {
     }
 }
 
+/// The program's own casts of f64 have ReLUs in front of them, too.
+#[test]
+fn relus_of_f64_are_left_alone() {
+    let text = "graph @wide {
+      %x = parameter 0 : f64[8,8]
+      %w = parameter 1 : bf16[8,8]
+      %u = parameter 2 : f32[8,8]
+      %h = dot_general %x, %x {a_contract=[1], b_contract=[0]} : f64[8,8] ; fwd
+      %zero = constant 0.0 : f64[] ; fwd
+      %zeros = broadcast %zero {dims=[]} : f64[8,8] ; fwd
+      %off = compare le %h, %zeros : bool[8,8] ; fwd
+      %a = select %off, %zeros, %h : f64[8,8] ; fwd
+      %n = cast %a : bf16[8,8] ; fwd
+      %y = dot_general %n, %w {a_contract=[1], b_contract=[0]} : bf16[8,8] ; fwd
+      %z = dot_general %u, %u {a_contract=[1], b_contract=[0]} : f32[8,8] ; fwd
+      %dx = select %off, %zeros, %x : f64[8,8] ; bwd
+      return %y, %z, %dx
+    }";
+    let graph = Graph::parse(text).unwrap_or_else(|error| panic!("{error}"));
+    let (tensors, scalars) = random_arguments(&graph, 3);
+    let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+    let step = compiled(&graph, Some(DType::BF16));
+    let actual = step.code.run(&mut tensors.clone(), &scalars).unwrap();
+    for (actual, expected) in actual.iter().zip(&expected) {
+        assert!(error(actual, expected) < 3e-2);
+    }
+}
+
 #[test]
 fn full_precision_is_kept() {
     let mut graph = decoder();

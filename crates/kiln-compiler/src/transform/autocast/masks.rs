@@ -20,7 +20,7 @@
 //! normalisation, whose result is not stored, everything stays as it is.
 
 use kiln_graph::op::{CompareOp, Op};
-use kiln_graph::{DType, Graph, Phase, Rewriter, TypeError, Value};
+use kiln_graph::{DType, Graph, Node, Phase, Rewriter, TypeError, Value};
 use rustc_hash::FxHashMap;
 
 use crate::transform::relu::{Relu, is_contracted, relu};
@@ -34,7 +34,8 @@ pub(super) fn look_at_what_is_stored(graph: &Graph) -> Result<Graph, TypeError> 
     // By the stored value.
     let mut masks: FxHashMap<Value, Relu> = FxHashMap::default();
     for (_, data) in graph.nodes() {
-        let Some(relu) = relu(graph, data).filter(|relu| is_contracted(graph, relu.x)) else {
+        let wide = |relu: &Relu| graph.dtype(relu.x) == DType::F32 && is_contracted(graph, relu.x);
+        let Some(relu) = relu(graph, data).filter(wide) else {
             continue;
         };
         let stored = users.of(data.outputs[0]).iter().find_map(|&user| {
@@ -70,8 +71,8 @@ pub(super) fn look_at_what_is_stored(graph: &Graph) -> Result<Graph, TypeError> 
         let Some(mask) = data.outputs.first().and_then(|value| masks.get(value)) else {
             continue;
         };
-        let reads = |user: &&kiln_graph::Node| graph.node(**user).provenance.phase == Phase::Backward;
-        if users.of(mask.compare).iter().any(|user| reads(&user)) {
+        let reads = |&user: &Node| graph.node(user).provenance.phase == Phase::Backward;
+        if users.of(mask.compare).iter().any(reads) {
             let mut provenance = graph.def(mask.compare).provenance.clone();
             provenance.phase = Phase::Backward;
             let (stored, zeros) = (pass.map(data.outputs[0]), pass.map(mask.zeros));
