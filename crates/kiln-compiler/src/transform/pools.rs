@@ -1,9 +1,9 @@
 //! The gradient of a ReLU that is pooled.
 //!
 //! Max pooling hands each gradient to the largest element of a window, and what a window's largest element is
-//! is what was pooled. So where the ReLU in front of a pooling hides the gradient, the pooled value is 0, too:
-//! the comparison can look at the pooled values, of which there are a quarter as many, and which the next
-//! operation reads anyway. The large one would be kept for the backward pass, and the gradient written twice.
+//! is what was pooled. So where the ReLU in front of a pooling hides the gradient, the pooled value is 0,
+//! too: the comparison can look at the pooled values, of which there are a quarter as many, and which the
+//! next operation reads anyway. The large one would be kept for the backward pass, and the gradient written twice.
 //!
 //! ```text
 //! %m = compare le %x, %0                           %m = compare le %x, %0
@@ -14,8 +14,8 @@
 //!                                                  %dx = max_pool_grad %dq, %i
 //! ```
 //!
-//! No bit changes: what a window hands to an element was that element, NaN included. Behind a normalisation the
-//! backward pass computes `x` again in any case, and everything stays as it is.
+//! No bit changes: what a window hands to an element was that element, NaN included. Behind a normalisation
+//! the backward pass computes `x` again in any case, and everything stays as it is.
 
 use kiln_graph::op::{CompareOp, Op, Window};
 use kiln_graph::{Graph, NodeData, Rewriter, Scalar, Shape, TypeError, Users, Value};

@@ -1,8 +1,8 @@
 //! The gradient of a ReLU looks at what the ReLU stored.
 //!
-//! ReLU is recorded as `select(x <= 0, 0, x)`, and its gradient reads the same comparison. Where `x` is what a
-//! contraction makes (with a bias), the next contraction reads the ReLU in 16 bits and its gradient reads them
-//! again, so they are kept; the comparison would be kept beside them, one byte an element. But
+//! ReLU is recorded as `select(x <= 0, 0, x)`, and its gradient reads the same comparison. Where `x` is what
+//! a contraction makes (with a bias), the next contraction reads the ReLU in 16 bits and its gradient reads
+//! them again, so they are kept; the comparison would be kept beside them, one byte an element. But
 //! `relu(x) <= 0` says the same, NaN included, and needs nothing more:
 //!
 //! ```text
@@ -15,9 +15,9 @@
 //!                                                        %dx = select %n, %0, %dr         ; bwd
 //! ```
 //!
-//! A number that 16 bits round to 0 counts as 0 for the gradient, as it does for whatever reads the stored ReLU
-//! in the forward pass. Whether the comparison is kept or made again stays the partition's choice. Behind a
-//! normalisation, whose result is not stored, everything stays as it is.
+//! A number that 16 bits round to 0 counts as 0 for the gradient, as it does for whatever reads the stored
+//! ReLU in the forward pass. Whether the comparison is kept or made again stays the partition's choice.
+//! Behind a normalisation, whose result is not stored, everything stays as it is.
 
 use kiln_graph::op::{CompareOp, Op};
 use kiln_graph::{DType, Graph, Node, Phase, Rewriter, TypeError, Value};
