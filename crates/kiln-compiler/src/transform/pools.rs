@@ -3,7 +3,8 @@
 //! Max pooling hands each gradient to the largest element of a window, and what a window's largest element is
 //! is what was pooled. So where the ReLU in front of a pooling hides the gradient, the pooled value is 0,
 //! too: the comparison can look at the pooled values, of which there are a quarter as many, and which the
-//! next operation reads anyway. The large one would be kept for the backward pass, and the gradient written twice.
+//! next operation reads anyway. The large one would be kept for the backward pass, and the gradient written
+//! twice.
 //!
 //! ```text
 //! %m = compare le %x, %0                           %m = compare le %x, %0
