@@ -19,7 +19,7 @@
 //! the backward pass computes `x` again in any case, and everything stays as it is.
 
 use kiln_graph::op::{CompareOp, Op, Window};
-use kiln_graph::{Graph, NodeData, Rewriter, Scalar, Shape, TypeError, Users, Value};
+use kiln_graph::{Graph, NodeData, Rewriter, Shape, TypeError, Users, Value};
 
 use super::pattern::is_zero;
 use super::relu::{is_contracted, relu};
@@ -40,10 +40,7 @@ pub fn pools(graph: &Graph) -> Result<Graph, TypeError> {
         let [gradient, indices] = [of.inputs[0], of.inputs[1]].map(|value| rewriter.map(value));
         let values = rewriter.map(values);
         let new = &mut rewriter.graph;
-        let (dtype, shape) = (new.dtype(values), new.shape(values).clone());
-        let value = Scalar::Float(0.0);
-        let zero = new.add(Op::Constant { value, dtype }, &[], p)?;
-        let zeros = new.splat(zero, &shape, p)?;
+        let zeros = new.full(0.0, &new.ty(values).clone(), p)?;
         let hidden = new.add(Op::Compare(CompareOp::Le), &[values, zeros], p)?;
         let shown = new.add(Op::Select, &[hidden, zeros, gradient], p)?;
         let result = new.add(of.op.clone(), &[shown, indices], p)?;

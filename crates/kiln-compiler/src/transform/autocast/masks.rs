@@ -29,13 +29,13 @@ use crate::transform::relu::{Relu, is_contracted, relu};
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.
-pub(super) fn look_at_what_is_stored(graph: &Graph) -> Result<Graph, TypeError> {
+pub(super) fn look_at_what_is_stored(graph: Graph) -> Result<Graph, TypeError> {
     let users = graph.users();
     // By the stored value.
     let mut masks: FxHashMap<Value, Relu> = FxHashMap::default();
     for (_, data) in graph.nodes() {
-        let wide = |relu: &Relu| graph.dtype(relu.x) == DType::F32 && is_contracted(graph, relu.x);
-        let Some(relu) = relu(graph, data).filter(wide) else {
+        let wide = |relu: &Relu| graph.dtype(relu.x) == DType::F32 && is_contracted(&graph, relu.x);
+        let Some(relu) = relu(&graph, data).filter(wide) else {
             continue;
         };
         let stored = users.of(data.outputs[0]).iter().find_map(|&user| {
@@ -51,9 +51,9 @@ pub(super) fn look_at_what_is_stored(graph: &Graph) -> Result<Graph, TypeError> 
         }
     }
     if masks.is_empty() {
-        return Ok(graph.clone());
+        return Ok(graph);
     }
-    let mut pass = Rewriter::new(graph);
+    let mut pass = Rewriter::new(&graph);
     // The comparisons of the gradients, by those of the ReLUs.
     let mut again: FxHashMap<Value, Value> = FxHashMap::default();
     for (node, data) in graph.nodes() {

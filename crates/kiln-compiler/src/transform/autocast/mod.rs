@@ -65,7 +65,7 @@ pub fn autocast(
         return Ok((widen::widen_at_readers(graph)?, None));
     }
     let (graph, stored) = Rewrite::new(graph, &facts, dtype).run()?;
-    let graph = masks::look_at_what_is_stored(&graph)?;
+    let graph = masks::look_at_what_is_stored(graph)?;
     let graph = widen::widen_at_readers(&graph)?;
     let report = AutocastReport::new(dtype, stored, &graph);
     Ok((graph, Some(report)))
