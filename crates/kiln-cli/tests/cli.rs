@@ -190,23 +190,22 @@ fn evaluations_checkpoints_and_resumptions_leave_a_run_as_it_is() {
     };
     let alone = run("alone", 0, 0);
     assert_eq!(alone.len(), 30);
-    for evaluate_every in [0, 1, 6, 7, 100] {
-        for checkpoint_every in [0, 4, 10, 100] {
-            let out = format!("every-{evaluate_every}-{checkpoint_every}");
-            let losses = run(&out, evaluate_every, checkpoint_every);
-            assert_eq!(losses, alone, "{out}");
-            // As if the run had been killed after one of its checkpoints.
-            let mut checkpoints = place.checkpoints(&out);
-            while checkpoints.len() > 1 {
-                let last = checkpoints.pop().unwrap();
-                std::fs::remove_dir_all(place.path(&out).join("checkpoints").join(last)).unwrap();
-            }
-            if checkpoint_every > 0 && checkpoint_every < 30 {
-                place.ok(&["train", "--resume", &out]);
-                assert_eq!(place.losses(&out), alone, "{out}, resumed at {checkpoints:?}");
-            }
-            std::fs::remove_dir_all(place.path(&out)).unwrap();
+    // Each alone, both at one step and at different ones, and past the end.
+    for (evaluate_every, checkpoint_every) in [(0, 4), (1, 0), (1, 10), (6, 4), (7, 10), (100, 4), (7, 100)] {
+        let out = format!("every-{evaluate_every}-{checkpoint_every}");
+        let losses = run(&out, evaluate_every, checkpoint_every);
+        assert_eq!(losses, alone, "{out}");
+        // As if the run had been killed after one of its checkpoints.
+        let mut checkpoints = place.checkpoints(&out);
+        while checkpoints.len() > 1 {
+            let last = checkpoints.pop().unwrap();
+            std::fs::remove_dir_all(place.path(&out).join("checkpoints").join(last)).unwrap();
         }
+        if checkpoint_every > 0 && checkpoint_every < 30 {
+            place.ok(&["train", "--resume", &out]);
+            assert_eq!(place.losses(&out), alone, "{out}, resumed at {checkpoints:?}");
+        }
+        std::fs::remove_dir_all(place.path(&out)).unwrap();
     }
 }
 

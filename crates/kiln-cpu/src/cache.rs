@@ -2,7 +2,8 @@
 //!
 //! An entry is a shared object, which is loaded from the cache's folder, and beside it the step's plan. Of
 //! two processes that want the same step, the first takes the lock of the key and builds; the second waits
-//! and then finds the entry.
+//! and then finds the entry. The objects that steps are linked from have a store of their own ([`Objects`]): a
+//! program that is started again after an edit compiles the kernels that the edit changed.
 //!
 //! The cache also keeps small texts that are expensive to produce, such as the machine's rates
 //! ([`Cache::notes`]).
@@ -69,7 +70,7 @@ pub struct CachedStep {
 #[derive(Debug, Clone)]
 pub struct Cache {
     steps: Store,
-    /// The objects that builds of this process compiled.
+    /// The objects that steps are linked from.
     objects: Arc<Objects>,
 }
 
@@ -100,7 +101,7 @@ impl Cache {
     pub fn of(folder: &CacheFolder) -> Self {
         Self {
             steps: folder.store("steps", "so"),
-            objects: Arc::default(),
+            objects: Arc::new(Objects::in_folder(folder)),
         }
     }
 

@@ -3,7 +3,7 @@
 //!
 //! The content is written first and the description last, each to a temporary name, flushed, then renamed.
 //! So an entry has a complete description or does not exist, and its checksums detect later damage by a
-//! crash, a full disk or a person. The description's modification time is the time of last use.
+//! crash, a full disk or a person (and what a crash leaves of entries that are not flushed). The description's modification time is the time of last use.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -101,8 +101,15 @@ impl Files<'_> {
         Ok((content, description.name, description.payload))
     }
 
-    /// Writes an entry.
-    pub(crate) fn write(&self, extension: &str, content: &[u8], name: &str, payload: &str) -> io::Result<()> {
+    /// Writes an entry, and waits until it is on the disk if it is to be `flushed`.
+    pub(crate) fn write(
+        &self,
+        extension: &str,
+        content: &[u8],
+        name: &str,
+        payload: &str,
+        flushed: bool,
+    ) -> io::Result<()> {
         let description = Description {
             checksum: checksum(content),
             bytes: content.len() as u64,
@@ -111,9 +118,9 @@ impl Files<'_> {
             payload: payload.into(),
             payload_checksum: checksum(payload.as_bytes()),
         };
-        write_atomically(self.folder, &self.with(extension), content)?;
+        write_atomically(self.folder, &self.with(extension), content, flushed)?;
         let text = serde_json::to_vec_pretty(&description).map_err(io::Error::other)?;
-        write_atomically(self.folder, &self.with(DESCRIPTION), &text)
+        write_atomically(self.folder, &self.with(DESCRIPTION), &text, flushed)
     }
 
     /// Removes the entry, as far as it exists. The description goes first: without it there is no entry.
@@ -214,11 +221,18 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Writes a file that is whole or absent.
-pub(crate) fn write_atomically(folder: &Path, target: &Path, contents: &[u8]) -> io::Result<()> {
+/// Writes a file that is whole or absent; also after a crash of the machine if it is `flushed`.
+pub(crate) fn write_atomically(
+    folder: &Path,
+    target: &Path,
+    contents: &[u8],
+    flushed: bool,
+) -> io::Result<()> {
     let mut file = tempfile::Builder::new().prefix(WRITING).tempfile_in(folder)?;
     file.write_all(contents)?;
-    file.as_file().sync_all()?;
+    if flushed {
+        file.as_file().sync_all()?;
+    }
     file.persist(target).map_err(|error| error.error)?;
     Ok(())
 }

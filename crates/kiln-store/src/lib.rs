@@ -7,6 +7,7 @@
 //! │   ├── 3f0c..9a.json            its description: checksums, a name for people, a text beside it
 //! │   ├── 3f0c..9a.lock            held by the process that makes it
 //! │   └── 77d1..02.note            a text that was dear to find out
+//! ├── objects/                     a Store of kiln-cpu: what shared objects are linked from
 //! ├── cubins/                      Stores of kiln-cuda: machine code,
 //! └── cuda/                        steps and choices of algorithms
 //! ```

@@ -17,6 +17,8 @@ pub struct Store {
     folder: Option<PathBuf>,
     /// How the files of contents end.
     extension: &'static str,
+    /// Whether what is written reaches the disk before it gets its name.
+    flushed: bool,
 }
 
 /// One line of a listing.
@@ -57,12 +59,21 @@ impl Store {
             root,
             folder,
             extension,
+            flushed: true,
         }
     }
 
     /// A store that finds nothing and keeps nothing.
     pub fn disabled() -> Self {
         Self::new(CacheFolder::disabled(), None, "")
+    }
+
+    /// The same store for entries that are small, many and soon made again: nothing waits until they are on the
+    /// disk. One that a crash of the machine cut off is seen by its checksum.
+    #[must_use]
+    pub fn unflushed(mut self) -> Self {
+        self.flushed = false;
+        self
     }
 
     /// The folder that holds the entries, if there is one.
@@ -110,8 +121,8 @@ impl Store {
         let Some(folder) = self.folder() else { return };
         let key = key.to_string();
         let files = Files { folder, key: &key };
-        let written =
-            fs::create_dir_all(folder).and_then(|()| files.write(self.extension, content, name, payload));
+        let written = fs::create_dir_all(folder)
+            .and_then(|()| files.write(self.extension, content, name, payload, self.flushed));
         match written {
             Ok(()) => self.root.added(folder, &key, content.len() as u64),
             Err(error) => self.root.warn_once("writing to", &error),
@@ -182,7 +193,7 @@ impl Store {
         }
         let text = make()?;
         if lock.is_some()
-            && let Err(error) = entry::write_atomically(folder, &path, text.as_bytes())
+            && let Err(error) = entry::write_atomically(folder, &path, text.as_bytes(), true)
         {
             self.root.warn_once("writing to", &error);
         }

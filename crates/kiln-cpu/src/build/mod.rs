@@ -1,7 +1,7 @@
 //! From a tree of C sources to one shared object.
 //!
 //! Each source becomes an object file in a compiler process of its own, as many at once as there are threads,
-//! unless an earlier build of this process made the object ([`objects`]); one more process links them. The
+//! unless an earlier build made the object ([`objects`]); one more process links them. The
 //! tree lives in a fresh temporary folder that disappears with the result, unless a compilation fails: then
 //! it stays, and the error says where.
 
@@ -14,11 +14,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+use kiln_store::Key;
 use tempfile::TempDir;
 
 use crate::error::{CpuError, Result};
 use crate::runtime::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
-use objects::{ObjectKey, Objects};
+use objects::Objects;
 
 pub use toolchain::Toolchain;
 
@@ -190,9 +191,9 @@ impl Toolchain {
                 .map(|(file, arguments)| (file, self.invoke(arguments)));
             self.run_all(commands.collect(), folder.path(), jobs)
         };
-        let made: Vec<(ObjectKey, PathBuf)> = missing
+        let made: Vec<(Key, String)> = missing
             .iter()
-            .map(|(key, unit, _)| (*key, object_path(unit)))
+            .map(|(key, unit, _)| (*key, unit.clone()))
             .collect();
         let compile = missing
             .into_iter()
@@ -202,8 +203,10 @@ impl Toolchain {
             return Err(keep_sources(error, folder));
         }
         let compiled = made.len();
-        for (key, path) in made {
-            objects.insert(key, fs::read(&path).map_err(CpuError::io("reading", path))?);
+        for (key, unit) in made {
+            let path = object_path(&unit);
+            let object = fs::read(&path).map_err(CpuError::io("reading", path))?;
+            objects.insert(key, &unit, object);
         }
         let library = folder.path().join(LIBRARY_NAME);
         if let Err(error) = run(vec![("link".into(), link)], 1) {
@@ -253,7 +256,7 @@ impl Toolchain {
     }
 
     /// The keys of the objects of `compile`: everything that each object depends on.
-    fn object_keys(&self, sources: &[SourceFile], compile: &[(String, Vec<String>)]) -> Vec<ObjectKey> {
+    fn object_keys(&self, sources: &[SourceFile], compile: &[(String, Vec<String>)]) -> Vec<Key> {
         let identity = self.identity();
         let headers = sources.iter().filter(|file| !file.name.ends_with(".c"));
         let headers: Vec<&str> = headers
@@ -271,7 +274,7 @@ impl Toolchain {
                 .map(String::as_str)
                 .filter(|argument| !argument.starts_with(&**unit));
             let all = [&*identity].into_iter().chain(headers.iter().copied());
-            ObjectKey::new(all.chain(flags).chain(text))
+            Key::of(&all.chain(flags).chain(text).collect::<Vec<_>>())
         };
         compile.iter().map(key).collect()
     }

@@ -1,57 +1,73 @@
-//! Object files of this process, by the inputs that they were compiled from.
+//! Object files, by the inputs that they were compiled from.
 //!
 //! Steps of one program share most of their kernels: the first step of an optimizer and the following ones,
-//! a step before and after a change of its last layers. The C compiler sees each file once; the next build
-//! with the same file finds its object here. Reuse across restarts is left to the cache on disk, which
-//! holds whole steps.
+//! a step before and after a change of its last layers, the program as it was before an edit. The C compiler
+//! sees each file once; the next build with the same file finds its object here, in the memory of this
+//! process or in the cache on disk.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use sha2::{Digest, Sha256};
+use kiln_store::{CacheFolder, Key, Store};
 
-/// Most bytes of objects that are kept; the oldest are dropped first.
+/// Most bytes of objects that are kept in memory; the oldest are dropped first.
 const LIMIT: usize = 64 << 20;
 
-/// The identity of an object file: a hash over compiler, flags, headers and text.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct ObjectKey([u8; 32]);
-
-impl ObjectKey {
-    /// The key of the inputs that `parts` describe.
-    pub fn new<'a>(parts: impl IntoIterator<Item = &'a str>) -> Self {
-        let mut hash = Sha256::new();
-        for part in parts {
-            hash.update((part.len() as u64).to_le_bytes());
-            hash.update(part.as_bytes());
-        }
-        Self(hash.finalize().into())
-    }
-}
-
-/// Object files that builds of this process made.
-#[derive(Debug, Default)]
+/// Object files that builds have made. The default keeps those of this process, in memory.
+#[derive(Debug)]
 pub struct Objects {
     kept: Mutex<Kept>,
+    /// Those that any process has made.
+    stored: Store,
 }
 
 #[derive(Debug, Default)]
 struct Kept {
-    files: HashMap<ObjectKey, Arc<[u8]>>,
+    files: HashMap<Key, Arc<[u8]>>,
     /// Keys, oldest first.
-    order: VecDeque<ObjectKey>,
+    order: VecDeque<Key>,
     bytes: usize,
 }
 
+impl Default for Objects {
+    fn default() -> Self {
+        Self::within(Store::disabled())
+    }
+}
+
 impl Objects {
-    pub(crate) fn get(&self, key: &ObjectKey) -> Option<Arc<[u8]>> {
-        self.lock().files.get(key).cloned()
+    /// Object files that are also found and kept in `folder`, for other processes.
+    pub fn in_folder(folder: &CacheFolder) -> Self {
+        Self::within(folder.store("objects", "o").unflushed())
     }
 
-    pub(crate) fn insert(&self, key: ObjectKey, object: Vec<u8>) {
+    fn within(stored: Store) -> Self {
+        Self {
+            kept: Mutex::default(),
+            stored,
+        }
+    }
+
+    /// The object of `key`, whoever made it.
+    pub(crate) fn get(&self, key: &Key) -> Option<Arc<[u8]>> {
+        if let Some(object) = self.lock().files.get(key) {
+            return Some(object.clone());
+        }
+        let object: Arc<[u8]> = self.stored.get(key)?.content.into();
+        self.keep(*key, object.clone());
+        Some(object)
+    }
+
+    /// Keeps the object of `key` that was compiled from the file called `name`.
+    pub(crate) fn insert(&self, key: Key, name: &str, object: Vec<u8>) {
+        self.stored.put(&key, &object, name, "");
+        self.keep(key, object.into());
+    }
+
+    fn keep(&self, key: Key, object: Arc<[u8]>) {
         let mut kept = self.lock();
         let bytes = object.len();
-        if bytes > LIMIT || kept.files.insert(key, object.into()).is_some() {
+        if bytes > LIMIT || kept.files.insert(key, object).is_some() {
             return;
         }
         kept.bytes += bytes;
@@ -75,25 +91,38 @@ impl Objects {
 mod tests {
     use super::*;
 
+    fn key(number: usize) -> Key {
+        Key::of(&[number.to_string()])
+    }
+
     #[test]
     fn the_oldest_objects_make_room() {
         let objects = Objects::default();
-        let key = |number: usize| ObjectKey::new([number.to_string().as_str()]);
         let size = LIMIT / 4;
         for number in 0..6 {
-            objects.insert(key(number), vec![number as u8; size]);
+            objects.insert(key(number), "kernels.c", vec![number as u8; size]);
         }
         assert!(objects.get(&key(1)).is_none());
         for number in 2..6 {
             let object = objects.get(&key(number)).unwrap();
             assert_eq!((object.len(), object[0]), (size, number as u8));
         }
-        objects.insert(key(9), vec![0; LIMIT + 1]);
+        objects.insert(key(9), "kernels.c", vec![0; LIMIT + 1]);
         assert!(objects.get(&key(9)).is_none() && objects.get(&key(5)).is_some());
     }
 
     #[test]
-    fn neighbouring_parts_do_not_run_together() {
-        assert_ne!(ObjectKey::new(["ab", "c"]), ObjectKey::new(["a", "bc"]));
+    fn other_processes_find_what_is_in_the_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let process = || Objects::in_folder(&CacheFolder::at(folder.path(), 1 << 20));
+        let first = process();
+        first.insert(key(1), "kernels.c", vec![1, 2, 3]);
+        assert_eq!(process().get(&key(1)).as_deref(), Some(&[1, 2, 3][..]));
+        assert!(process().get(&key(2)).is_none());
+        // What the disk loses is compiled again, and what the process has it keeps.
+        let file = folder.path().join("objects").join(format!("{}.o", key(1)));
+        std::fs::write(file, [1, 2]).unwrap();
+        assert!(process().get(&key(1)).is_none());
+        assert_eq!(first.get(&key(1)).as_deref(), Some(&[1, 2, 3][..]));
     }
 }

@@ -99,13 +99,13 @@ fn train(start: &Classifier, options: CompileOptions, size: usize) -> (Outcome, 
     (outcome, report, compiled)
 }
 
-/// Trains in batches of `size`, and compares with an executor that compiles nothing. There are at most three
+/// Trains in batches of `size`, and compares with Burn, operation by operation. There are at most three
 /// compilations in the first epoch, and none in the second, whose batches have other lengths.
 fn check(size: usize, dynamic: Dynamic) {
     let lengths: std::collections::BTreeSet<usize> = epoch(0, size).into_iter().flatten().collect();
     assert_eq!(lengths.len(), SENTENCES);
     let start = initialised(config().init_classifier::<Compiled>(&KilnDevice::cpu()));
-    let eager = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    let eager = CompileOptions::default().with_backend(CompileBackend::Eager);
     let (expected, ..) = train(&start, eager, size);
     let (outcome, report, compiled) = train(&start, CompileOptions::default().with_dynamic(dynamic), size);
     for (one, other) in outcome.losses.iter().zip(&expected.losses) {

@@ -110,7 +110,7 @@ fn pictures_of_many_sizes_take_three_compilations() {
         "shapes_pictures::pictures_of_many_sizes_take_three_compilations",
         || {
             let start = initialised(Net::<Compiled>::new(&KilnDevice::cpu()));
-            let (expected, ..) = train(&start, CompileBackend::AotEager);
+            let (expected, ..) = train(&start, CompileBackend::Eager);
             let (outcome, report, compiled) = train(&start, CompileBackend::Cpu);
             outcome.assert_close(&expected, "pictures of sizes that vary");
             let slower = report
