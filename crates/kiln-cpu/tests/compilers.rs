@@ -1,5 +1,5 @@
-//! Every compiler of this machine besides the usual one, on every instruction set that this machine has:
-//! the trial of a compiler, random graphs over every primitive, and the cases of
+//! Every compiler of this machine besides the usual one on the widest instructions that this machine has, and one
+//! of GCC and of Clang on each narrower set: the trial of a compiler, random graphs over every primitive, and the cases of
 //! `kiln-compiler/tests/cases`. A compiler that is not installed is skipped with a message.
 //!
 //! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous
@@ -21,16 +21,27 @@ const COMPILERS: [&str; 14] = [
     "clang-15", "clang-17", "clang-18", "clang-20", "clang-21",
 ];
 
-/// Those of [`COMPILERS`] that run, restricted to fewer instructions by `argument`.
+/// Those of [`COMPILERS`] that run, restricted to fewer instructions by `argument`. Where that takes some away
+/// it is the first of each kind.
 fn compilers(argument: &str) -> Vec<Toolchain> {
-    let found = COMPILERS.iter().filter_map(|name| {
+    let found = |name: &&str, argument: &str| {
         let found = Toolchain::from_candidates(&[format!("{name} {argument}")]);
         if let Err(error) = &found {
             eprintln!("not tested: {error}");
         }
         found.ok()
+    };
+    let mut kinds = Vec::new();
+    let chosen = COMPILERS.iter().filter_map(|name| {
+        let restricted = found(name, argument)?;
+        let kind = name.split('-').next().unwrap();
+        if restricted.isa() != found(name, "")?.isa() && kinds.contains(&kind) {
+            return None;
+        }
+        kinds.push(kind);
+        Some(restricted)
     });
-    found.collect()
+    chosen.collect()
 }
 
 /// Random graphs over every primitive and the graphs of `kiln-compiler/tests/cases`, each as one step, and

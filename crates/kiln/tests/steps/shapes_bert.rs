@@ -61,7 +61,7 @@ fn config() -> BertConfig {
     BertConfig::new()
         .with_vocab_size(64)
         .with_hidden_size(32)
-        .with_num_hidden_layers(2)
+        .with_num_hidden_layers(1)
         .with_num_attention_heads(2)
         .with_intermediate_size(64)
         .with_hidden_dropout_prob(0.0)
