@@ -2,8 +2,8 @@
 //!
 //! An entry is a shared object, which is loaded from the cache's folder, and beside it the step's plan. Of
 //! two processes that want the same step, the first takes the lock of the key and builds; the second waits
-//! and then finds the entry. The objects that steps are linked from have a store of their own ([`Objects`]): a
-//! program that is started again after an edit compiles the kernels that the edit changed.
+//! and then finds the entry. The objects that steps are linked from have a store of their own
+//! ([`Objects`]): a program that is started again after an edit compiles the kernels that the edit changed.
 //!
 //! The cache also keeps small texts that are expensive to produce, such as the machine's rates
 //! ([`Cache::notes`]).
@@ -185,7 +185,7 @@ impl Cache {
         let texts = files.iter().flat_map(|file| [&*file.name, &*file.text]);
         let key = step_key(toolchain, options)
             .field("sources", CPU_SOURCES)
-            .field("functions", Key::of(&texts.collect::<Vec<_>>()).to_string())
+            .field("functions", Key::of(texts).to_string())
             .finish();
         let get = || {
             self.stored_functions(&key)

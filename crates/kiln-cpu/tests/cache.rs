@@ -245,8 +245,8 @@ fn the_least_recently_used_go_first() {
         obtain(&roomy, value);
     }
     let listed = |store: &str| {
-        let mut all = root.list().unwrap();
-        all.swap_remove(all.iter().position(|listing| listing.store == store).unwrap())
+        let mut all = root.list().unwrap().into_iter();
+        all.find(|listing| listing.store == store).unwrap()
     };
     let one = listed("steps").bytes() / 3;
     let object = listed("objects").bytes() / 3;

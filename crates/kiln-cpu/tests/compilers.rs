@@ -1,9 +1,9 @@
-//! Every compiler of this machine besides the usual one on the widest instructions that this machine has, and one
-//! of GCC and of Clang on each narrower set: the trial of a compiler, random graphs over every primitive, and the cases of
-//! `kiln-compiler/tests/cases`. A compiler that is not installed is skipped with a message.
+//! Every compiler of this machine besides the usual one on the widest instructions that this machine has, and
+//! one of GCC and of Clang on each narrower set: the trial of a compiler, random graphs over every primitive,
+//! and the cases of `kiln-compiler/tests/cases`. A compiler that is not installed is skipped with a message.
 //!
 //! Other test programs run with the compiler that `$CC` names; `tests/kernels` does so in continuous
-//! integration for each of these.
+//! integration with the oldest Clang.
 
 mod support;
 
@@ -21,8 +21,8 @@ const COMPILERS: [&str; 14] = [
     "clang-15", "clang-17", "clang-18", "clang-20", "clang-21",
 ];
 
-/// Those of [`COMPILERS`] that run, restricted to fewer instructions by `argument`. Where that takes some away
-/// it is the first of each kind.
+/// Those of [`COMPILERS`] that run, restricted to fewer instructions by `argument`. Where `argument` takes
+/// instructions away, only the first of GCC and the first of Clang.
 fn compilers(argument: &str) -> Vec<Toolchain> {
     let found = |name: &&str, argument: &str| {
         let found = Toolchain::from_candidates(&[format!("{name} {argument}")]);

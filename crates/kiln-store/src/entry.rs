@@ -3,7 +3,8 @@
 //!
 //! The content is written first and the description last, each to a temporary name, flushed, then renamed.
 //! So an entry has a complete description or does not exist, and its checksums detect later damage by a
-//! crash, a full disk or a person (and what a crash leaves of entries that are not flushed). The description's modification time is the time of last use.
+//! crash, a full disk or a person. A store may leave out the flush: then they also detect what a crash cut off.
+//! The description's modification time is the time of last use.
 
 use std::fs::{self, File};
 use std::io::{self, Write};

@@ -17,8 +17,8 @@ impl Key {
     }
 
     /// The key of a content that depends on `parts` and nothing else. Order counts.
-    pub fn of(parts: &[impl AsRef<[u8]>]) -> Self {
-        parts.iter().fold(Self::builder(), KeyBuilder::part).finish()
+    pub fn of(parts: impl IntoIterator<Item = impl AsRef<[u8]>>) -> Self {
+        parts.into_iter().fold(Self::builder(), KeyBuilder::part).finish()
     }
 }
 

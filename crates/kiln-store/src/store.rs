@@ -68,8 +68,8 @@ impl Store {
         Self::new(CacheFolder::disabled(), None, "")
     }
 
-    /// The same store for entries that are small, many and soon made again: nothing waits until they are on the
-    /// disk. One that a crash of the machine cut off is seen by its checksum.
+    /// The same store for entries that are small, many and soon made again: nothing waits until they are on
+    /// the disk. The checksum of an entry tells whether a crash of the machine cut it off.
     #[must_use]
     pub fn unflushed(mut self) -> Self {
         self.flushed = false;

@@ -7,7 +7,7 @@ use std::time::{Duration, SystemTime};
 use kiln_store::{CacheFolder, Key, Store};
 
 fn key(name: &str) -> Key {
-    Key::of(&[name])
+    Key::of([name])
 }
 
 /// Sets the time of last use of an entry to `seconds` ago.
@@ -28,8 +28,8 @@ fn content(store: &Store, name: &str) -> Option<Vec<u8>> {
 
 #[test]
 fn keys_have_borders_between_their_parts() {
-    assert_ne!(Key::of(&["a", "b"]), Key::of(&["ab", ""]));
-    assert_eq!(Key::of(&["a", "b"]), Key::builder().field("a", "b").finish());
+    assert_ne!(Key::of(["a", "b"]), Key::of(["ab", ""]));
+    assert_eq!(Key::of(["a", "b"]), Key::builder().field("a", "b").finish());
     assert_eq!(key("a").to_string().len(), 64);
 }
 

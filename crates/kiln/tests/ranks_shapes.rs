@@ -335,7 +335,7 @@ fn a_part() {
     })
     .expect("the ranks are connected");
     match part.as_str() {
-        "sharded" | "limited" | "sharded limited" => train(&world, &part),
+        "train" | "sharded" | "limited" | "sharded limited" => train(&world, &part),
         "region" => train_region(&world),
         "other program" => other_program(&world, 0),
         "other program of other shapes" => other_program(&world, 1),
@@ -371,7 +371,7 @@ fn compiled(text: &str) -> (usize, usize) {
 
 #[test]
 fn ranks_with_other_lengths_train_as_one_process() {
-    for (ranks, part) in [(3, "sharded"), (2, "region")] {
+    for (ranks, part) in [(2, "train"), (3, "sharded"), (2, "region")] {
         let Some(text) = said(ranks, part) else { return };
         let (compiled, planned) = compiled(&text);
         println!("{ranks} ranks, {part}: compiled {compiled}, planned {planned}");

@@ -1,9 +1,9 @@
 //! From a tree of C sources to one shared object.
 //!
 //! Each source becomes an object file in a compiler process of its own, as many at once as there are threads,
-//! unless an earlier build made the object ([`objects`]); one more process links them. The
-//! tree lives in a fresh temporary folder that disappears with the result, unless a compilation fails: then
-//! it stays, and the error says where.
+//! unless an earlier build made the object ([`objects`]); one more process links them. The tree lives in a
+//! fresh temporary folder that disappears with the result, unless a compilation fails: then it stays, and the
+//! error says where.
 
 pub mod objects;
 pub mod toolchain;
@@ -274,7 +274,7 @@ impl Toolchain {
                 .map(String::as_str)
                 .filter(|argument| !argument.starts_with(&**unit));
             let all = [&*identity].into_iter().chain(headers.iter().copied());
-            Key::of(&all.chain(flags).chain(text).collect::<Vec<_>>())
+            Key::of(all.chain(flags).chain(text))
         };
         compile.iter().map(key).collect()
     }

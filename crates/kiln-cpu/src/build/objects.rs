@@ -31,20 +31,16 @@ struct Kept {
 
 impl Default for Objects {
     fn default() -> Self {
-        Self::within(Store::disabled())
+        Self::in_folder(&CacheFolder::disabled())
     }
 }
 
 impl Objects {
     /// Object files that are also found and kept in `folder`, for other processes.
     pub fn in_folder(folder: &CacheFolder) -> Self {
-        Self::within(folder.store("objects", "o").unflushed())
-    }
-
-    fn within(stored: Store) -> Self {
         Self {
             kept: Mutex::default(),
-            stored,
+            stored: folder.store("objects", "o").unflushed(),
         }
     }
 
@@ -92,7 +88,7 @@ mod tests {
     use super::*;
 
     fn key(number: usize) -> Key {
-        Key::of(&[number.to_string()])
+        Key::of([number.to_string()])
     }
 
     #[test]

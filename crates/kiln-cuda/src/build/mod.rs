@@ -166,7 +166,7 @@ impl Compiler {
             &source.text,
         ];
         parts.extend(self.options.iter().map(String::as_str));
-        Key::of(&parts)
+        Key::of(parts)
     }
 
     /// `work` on each of `items`, on the compiler's threads; results in the order of the items.

@@ -136,7 +136,7 @@ impl<'a> Candidate<'a> {
             grid: *grid,
             shared_bytes: *shared_bytes,
             arguments,
-            key: Key::of(&["own product beside the library's", device, version, &description]),
+            key: Key::of(["own product beside the library's", device, version, &description]),
             source,
         }))
     }

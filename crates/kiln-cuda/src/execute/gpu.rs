@@ -294,7 +294,7 @@ impl Gpu {
             return Ok(known.clone());
         }
         let description = format!("{product:?} {workspace}");
-        let key = Key::of(&[
+        let key = Key::of([
             "product",
             &self.device.description().name,
             multiplier.version(),
@@ -390,7 +390,7 @@ impl Gpu {
             return Ok(known.clone());
         }
         let description = format!("{convolution:?} {workspace}");
-        let name = Key::of(&[
+        let name = Key::of([
             "convolution",
             &self.device.description().name,
             convolver.version(),

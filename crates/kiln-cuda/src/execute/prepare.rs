@@ -32,7 +32,7 @@ fn code_key(graph: &Graph, options: &Options, target: &CudaTarget) -> Key {
         parts.push(name.as_bytes().to_vec());
         parts.push(value);
     }
-    Key::of(&parts)
+    Key::of(parts)
 }
 
 /// What the compiler made of a graph before, if the cache has it.

@@ -48,7 +48,7 @@ impl<B: Backend> CudaMaker<B> {
         let (programs, elapsed, from_cache) = self.programs(sources)?;
         // Patterns are words and numbers.
         let content = serde_json::to_vec(&stored).unwrap_or_default();
-        let key = Key::of(&[b"family batch", &content[..]]);
+        let key = Key::of([b"family batch", &content[..]]);
         self.backend.store().put(&key, &content, name, "");
         let built = written.into_iter().zip(places).map(|(written, place)| Built {
             written: Arc::new(written),
