@@ -274,6 +274,36 @@ pub struct StepCode {
 pub(crate) const KERNELS_OF_A_PROGRAM: usize = 8;
 
 impl CallKind {
+    /// Whether the call reaches input `index` not at all, or by a pointer among the arguments of a kernel: not
+    /// through a library, a table or a matrix of the copy engine, which hold the address elsewhere.
+    fn reads_by_pointer(&self, index: u32) -> bool {
+        let is_input = |address: &Address| matches!(address, Address::Input(input, _) if *input == index);
+        match self {
+            Self::Launch { arguments, .. } => arguments.iter().all(|argument| match argument {
+                Pointer::To(_) | Pointer::Words(_) => true,
+                Pointer::Matrix(address, _) => !is_input(address),
+                Pointer::Table(rows) => !rows.iter().flat_map(|(row, _)| row).any(is_input),
+            }),
+            Self::Product {
+                left,
+                right,
+                result,
+                workspace,
+                ..
+            } => ![left, right, result, &workspace.0].into_iter().any(is_input),
+            Self::Convolution {
+                tensors, workspace, ..
+            } => !tensors.iter().chain([&workspace.0]).any(is_input),
+            Self::Either { library, own, .. } => {
+                let mut both = library.iter().chain(own);
+                both.all(|call| call.reads_by_pointer(index))
+            }
+            Self::Guard { least, most, .. } => ![least, most].into_iter().any(is_input),
+            Self::Across { operand, result, .. } => ![operand, result].into_iter().any(is_input),
+            Self::Extern(_, addresses) => !addresses.iter().any(is_input),
+        }
+    }
+
     /// The call and those inside of it.
     fn visit(&mut self, look: &mut impl FnMut(&mut Self)) {
         if let Self::Either { library, own, .. } = self {
@@ -284,6 +314,11 @@ impl CallKind {
 }
 
 impl StepCode {
+    /// Whether all that read input `index` are kernels that have a pointer to it among their arguments.
+    pub(crate) fn reads_by_pointers(&self, index: u32) -> bool {
+        self.calls.iter().all(|call| call.kind.reads_by_pointer(index))
+    }
+
     /// How many ranks the step is one of; none for a step without collectives.
     pub fn ranks(&self) -> Option<usize> {
         self.calls.iter().find_map(|call| match &call.kind {

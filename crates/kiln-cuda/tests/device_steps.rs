@@ -194,6 +194,69 @@ fn state_with_two_buffers() {
     }
 }
 
+/// Large inputs are read where they are: each of several calls that are queued at once reads its own, whether
+/// it was on the device or came from the host, and a batch that is also the state is read as it was.
+#[test]
+fn large_inputs_where_they_are() {
+    let Some(gpu) = gpu() else { return };
+    let text = "graph @large {
+      %state = parameter 0 : f32[256,1024]
+      %batch = parameter 1 : f32[256,1024]
+      %next = add %state, %batch : f32[256,1024]
+      %loss = reduce max %batch {axes=[0]} : f32[1024]
+      return %next (alias 0), %loss
+    }";
+    let graph = Graph::parse(text).unwrap();
+    let executable = CudaExecutable::new(&graph, &Options::default(), &gpu.target(), &gpu).unwrap();
+    let elements = 256 * 1024;
+    let numbers = |seed: usize| -> HostTensor {
+        let number = |at: usize| ((at * 37 + seed * 11) % 64) as f64 - 32.0;
+        HostTensor::from_floats(DType::F32, [256, 1024], (0..elements).map(number))
+    };
+    let mut expected = numbers(0);
+    let state = gpu.upload(expected.bytes()).unwrap();
+    let inputs = vec![Some(state.clone()), None];
+    let mut settled = executable.settle(inputs, &[Some(0), None]).unwrap();
+    let mut call = |given: Given<'_>, expected: &mut HostTensor, batch: &HostTensor| {
+        let results = executable
+            .run_settled(&mut settled, &[given], &[], false)
+            .unwrap();
+        let mut interpreted = interpret_f64(&graph, &[expected.clone(), batch.clone()], &[]).unwrap();
+        let loss = interpreted.remove(1);
+        *expected = interpreted.remove(0);
+        (results, loss)
+    };
+    let batches: Vec<HostTensor> = (1..9).map(numbers).collect();
+    let on_device: Vec<_> = batches
+        .iter()
+        .map(|batch| gpu.upload(batch.bytes()).unwrap())
+        .collect();
+    let mut made = Vec::new();
+    for (number, (batch, on_device)) in batches.iter().zip(&on_device).enumerate() {
+        let given = match number % 3 {
+            2 => Given::Host(batch.bytes()),
+            _ => Given::Device(on_device),
+        };
+        made.push(call(given, &mut expected, batch));
+        if number == 4 {
+            let twice = expected.clone();
+            made.push(call(Given::Device(&state), &mut expected, &twice));
+        }
+    }
+    drop(on_device);
+    let read = |storage: &Storage, ty| {
+        let mut bytes = vec![0; storage.bytes()];
+        gpu.download(storage, &mut bytes).unwrap();
+        HostTensor::from_bytes(ty, bytes).unwrap().to_f64s()
+    };
+    for (number, (results, loss)) in made.iter().enumerate() {
+        let ty = graph.ty(graph.outputs[1].value).clone();
+        assert_eq!(read(&results[0], ty), loss.to_f64s(), "call {number}");
+    }
+    let ty = graph.ty(graph.outputs[0].value).clone();
+    assert_eq!(read(&state, ty), expected.to_f64s());
+}
+
 /// Products on copies with padded extents.
 #[test]
 fn padded_products() {

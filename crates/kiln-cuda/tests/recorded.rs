@@ -511,6 +511,93 @@ fn a_capture_that_fails_ends_and_says_why() {
     );
 }
 
+/// Kernels are pointed to memory that is elsewhere at each launch; the graph keeps it until a launch is queued.
+#[test]
+fn kernels_are_pointed_to_memory_that_moves() {
+    let (fake, device, stream) = start();
+    let kernel = add(&fake, &device);
+    let memory = || Arc::new(Storage::allocate(&stream, 64).unwrap());
+    let (own, nowhere) = (memory(), memory());
+    let reader = |offset: usize| {
+        let arguments = Arguments::new().memory(&own, 0);
+        Launch {
+            arguments: arguments.moving(5, &nowhere, offset).u32(7),
+            ..launch(&kernel, &own)
+        }
+    };
+    let mut graph = GraphBuilder::new(&device, "step").unwrap();
+    // SAFETY: the fake driver runs nothing.
+    let nodes = unsafe {
+        let first = graph.kernel(&[], &reader(0)).unwrap();
+        let second = graph.kernel(&[first], &launch(&kernel, &own)).unwrap();
+        graph.kernel(&[second], &reader(16)).unwrap();
+        fake.calls()
+    };
+    let [first, _, third] = [0, 1, 2].map(|place| {
+        let mut added = nodes
+            .iter()
+            .filter(|call| call.starts_with("cuGraphAddKernelNode"));
+        number(added.nth(place).unwrap())
+    });
+    let mut step = graph.instantiate(&stream).unwrap();
+    // The graph has kept nothing of what stood for the memory.
+    assert_eq!(Arc::strong_count(&nowhere), 1);
+    fake.calls();
+    let error = step.launch().unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("nobody has said where its memory 5 is"),
+        "{error}"
+    );
+    assert_eq!(fake.calls(), [""; 0]);
+
+    let (one, other) = (memory(), memory());
+    fake.calls();
+    let pointed = |node: usize, offset: u64, to: &Arc<Storage>| {
+        let pointers = [own.address(), to.address() + offset];
+        format!("node {node} add grid [4, 1, 1] block [256, 1, 1] of {pointers:x?}")
+    };
+    for to in [&one, &other] {
+        step.point(5, to).unwrap();
+        assert_eq!(Arc::strong_count(to), 2);
+        step.launch().unwrap();
+        assert_eq!(Arc::strong_count(to), 1, "the launch is queued");
+        let calls = fake.calls();
+        assert_eq!(calls.len(), 3, "{calls:#?}");
+        assert!(calls[0].ends_with(&pointed(first, 0, to)), "{calls:#?}");
+        assert!(calls[1].ends_with(&pointed(third, 16, to)), "{calls:#?}");
+        assert!(calls[2].starts_with("cuGraphLaunch"), "{calls:#?}");
+    }
+    // At the same place nothing changes, but it must be said; memories that nobody reads are nobody's concern.
+    step.point(5, &other).unwrap();
+    step.point(6, &one).unwrap();
+    step.launch().unwrap();
+    assert_eq!(fake.calls().len(), 1);
+    assert!(step.launch().is_err());
+
+    // After an error all kernels are told again, those of the address before too.
+    fake.fail("cuGraphExecKernelNodeSetParams", 1);
+    assert!(step.point(5, &one).is_err());
+    assert!(step.launch().is_err());
+    fake.fail("cuGraphExecKernelNodeSetParams", 0);
+    fake.calls();
+    step.point(5, &other).unwrap();
+    assert_eq!(fake.calls().len(), 2);
+
+    // Memory that was last used on another stream is waited for.
+    let copies = device.stream().unwrap();
+    let arrived = Arc::new(Storage::allocate(&copies, 64).unwrap());
+    fake.calls();
+    step.point(5, &arrived).unwrap();
+    step.launch().unwrap();
+    let calls = fake.calls();
+    assert!(
+        place(&calls, "cuStreamWaitEvent") < place(&calls, "cuGraphLaunch"),
+        "{calls:#?}"
+    );
+}
+
 /// The edges of a call that added a node, or began to.
 fn edges(call: &str) -> Vec<usize> {
     let (_, list) = call.split_once("after [").unwrap();

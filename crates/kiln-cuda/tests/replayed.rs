@@ -379,6 +379,111 @@ fn state_that_is_not_updated_in_place_has_two_buffers_in_turn() {
     assert_eq!(launched[..2], launched[2..]);
 }
 
+/// A step with an input of half a MiB, which only its own kernels read.
+const LARGE: &str = "graph @large {
+  %state = parameter 0 : f32[1024]
+  %batch = parameter 1 : f32[128,1024]
+  %sums = reduce sum %batch {axes=[0]} : f32[1024]
+  %next = add %state, %sums : f32[1024]
+  %square = mul %batch, %batch : f32[128,1024]
+  %loss = reduce sum %square {axes=[0,1]} : f32[]
+  return %next (alias 0), %loss
+}";
+
+#[test]
+fn large_inputs_are_read_where_they_are() {
+    const BYTES: usize = 4 * 128 * 1024;
+    let Some(setup) = Setup::of(LARGE) else { return };
+    let mut keep = Vec::new();
+    let inputs = vec![Some(setup.state.clone()), None];
+    let mut settled = setup.step.settle(inputs, &[Some(0), None]).unwrap();
+    let host = vec![1; BYTES];
+    let mut call = |given: &[Given<'_>]| {
+        setup.fake.calls();
+        let run = setup.step.run_settled(&mut settled, given, &[], false);
+        keep.extend(run.unwrap());
+        setup.fake.calls()
+    };
+    let pointed_to = |calls: &[String], address: u64| {
+        let address = format!("{address:x}");
+        let pointed = |call: &&String| call.starts_with("cuGraphExecKernelNodeSetParams");
+        let told: Vec<_> = calls.iter().filter(pointed).collect();
+        assert!(told.iter().all(|call| call.contains(&address)), "{calls:#?}");
+        told.len()
+    };
+    let used = setup.fake.used();
+    let batches = [(); 2].map(|()| setup.gpu.upload(&host).unwrap());
+    let first = call(&[Given::Device(&batches[0])]);
+    let readers = pointed_to(&first, batches[0].address());
+    assert!(readers > 0, "{first:#?}");
+    assert!(
+        setup.fake.used() < used + 3 * BYTES,
+        "no slot for the batch beside the two"
+    );
+    for batch in [&batches[1], &batches[0]] {
+        let calls = call(&[Given::Device(batch)]);
+        assert_eq!(pointed_to(&calls, batch.address()), readers);
+        assert_eq!(count(&calls, "cuMemcpyDtoD"), 1, "the loss alone: {calls:#?}");
+        assert_eq!(Arc::strong_count(batch), 1);
+    }
+    let same = call(&[Given::Device(&batches[0])]);
+    assert_eq!(pointed_to(&same, 0), 0, "{same:#?}");
+    // What comes from the host is read where it arrives.
+    let from_host = call(&[Given::Host(&host)]);
+    assert_eq!(count(&from_host, "cuMemcpyHtoD"), 1, "{from_host:#?}");
+    assert_eq!(count(&from_host, "cuMemcpyDtoD"), 1, "{from_host:#?}");
+    assert_eq!(count(&from_host, "cuGraphExecKernelNodeSetParams"), readers);
+}
+
+/// A batch that is also the state, which the step overwrites, is read as it was in front of the call.
+#[test]
+fn a_large_input_that_is_also_overwritten_is_copied() {
+    let text = LARGE.replace(
+        "%state = parameter 0 : f32[1024]",
+        "%state = parameter 0 : f32[128,1024]",
+    );
+    let text = text.replace(
+        "%next = add %state, %sums : f32[1024]",
+        "%next = add %state, %batch : f32[128,1024]",
+    );
+    let text = text.replace("  %sums = reduce sum %batch {axes=[0]} : f32[1024]\n", "");
+    let Some(setup) = Setup::of(&text) else { return };
+    let state = setup.gpu.allocate(4 * 128 * 1024).unwrap();
+    let inputs = vec![Some(state.clone()), None];
+    let mut settled = setup.step.settle(inputs, &[Some(0), None]).unwrap();
+    setup.fake.calls();
+    setup
+        .step
+        .run_settled(&mut settled, &[Given::Device(&state)], &[], false)
+        .unwrap();
+    let calls = setup.fake.calls();
+    let copied = format!("{} bytes", 4 * 128 * 1024);
+    let copies = calls
+        .iter()
+        .filter(|call| call.starts_with("cuMemcpyDtoD") && call.contains(&copied));
+    assert_eq!(copies.count(), 1, "{calls:#?}");
+    // All that the kernels read as the batch is the copy, which no pointer of the nodes as they were made is.
+    let made = calls
+        .iter()
+        .filter(|call| call.starts_with("cuGraphAddKernelNode"));
+    let made: Vec<&str> = made.flat_map(|call| pointers(call)).collect();
+    let told = calls
+        .iter()
+        .filter(|call| call.starts_with("cuGraphExecKernelNodeSetParams"));
+    for told in told {
+        let changed = pointers(told).filter(|pointer| !made.contains(pointer));
+        let unset = pointers(told).filter(|pointer| *pointer == "0");
+        assert!(changed.count() > 0 && unset.count() == 0, "{calls:#?}");
+    }
+}
+
+/// The pointers among the arguments of a kernel's node.
+fn pointers(call: &str) -> impl Iterator<Item = &str> {
+    let (_, list) = call.split_once(" of [").expect("a node of a kernel");
+    let (list, _) = list.split_once(']').expect("the end of the list");
+    list.split(", ")
+}
+
 #[test]
 fn what_does_not_fit_is_not_settled() {
     let Some(setup) = Setup::new() else { return };

@@ -5,8 +5,8 @@
 //! there. An output that the step computes in place of an input takes over that input's memory if no other
 //! tensor shares it.
 //!
-//! A step that is replayed finds the tensors that stay only once ([`Resident`]), and copies new tensors
-//! into the slots of its graph.
+//! A step that is replayed finds the tensors that stay only once ([`Resident`]), and gives new tensors
+//! to its graph, which copies small ones and reads large ones where they are.
 //!
 //! Indices that come from the host, or follow from what does, are checked before anything is queued, so that
 //! a run need not wait for the GPU ([`indices`]). Others are checked by the step, and the run waits for the

@@ -19,6 +19,8 @@ pub type Place = (Arc<Storage>, usize);
 pub struct Memory<'a> {
     /// Tensor arguments.
     pub inputs: &'a [Place],
+    /// The tensor arguments that are elsewhere at each launch of a graph.
+    pub moving: &'a [u32],
     /// Outputs, those of the checks included.
     pub outputs: &'a [Place],
     /// Intermediate values.
@@ -277,7 +279,12 @@ pub fn bind<'a>(
                     given = match pointer {
                         Pointer::To(address) => {
                             let (storage, at) = memory.place(*address);
-                            given.memory(storage, at)
+                            match address {
+                                Address::Input(index, _) if memory.moving.contains(index) => {
+                                    given.moving(*index, storage, at)
+                                }
+                                _ => given.memory(storage, at),
+                            }
                         }
                         Pointer::Matrix(address, boxes) => {
                             let (storage, at) = memory.place(*address);

@@ -474,6 +474,7 @@ impl CudaExecutable {
         let outputs: Vec<Place> = call.outputs.iter().chain(&state.extremes).map(start).collect();
         work(&Memory {
             inputs: &inputs,
+            moving: &[],
             outputs: &outputs,
             arena,
             scalars: state.scalars.storage(),
@@ -547,6 +548,7 @@ impl CudaExecutable {
             arena,
             stopped: &state.stopped,
             extremes: &state.extremes,
+            aliases: &self.contract.aliases,
         };
         let graph = Replayed::build(&common, arrangement)?;
         self.nodes.get_or_init(|| graph.nodes());

@@ -4,7 +4,8 @@
 //! every call: the graph is built over those. What is somewhere else at each call (a batch, a loss) gets a
 //! *slot*, memory of the graph's own: an input is copied into its slot in front of the launch, an output from
 //! its slot behind it. The slots of small inputs lie behind the runtime scalars in one [`Parcel`], so that
-//! what comes from the host arrives in one copy.
+//! what comes from the host arrives in one copy. A large input whose readers are kernels of the step's own has
+//! no slot: in front of the launch these kernels are told where it is ([`StepGraph::point`]).
 //!
 //! ```text
 //! host       [ scalars | tokens | labels ]
@@ -78,19 +79,31 @@ impl Given<'_> {
     }
 }
 
-/// A slot of an argument or an output.
+/// The slot of an output.
 #[derive(Debug)]
 struct Slot {
-    /// The argument's or the output's number.
+    /// The output's number.
     index: usize,
     place: Place,
     bytes: usize,
+}
+
+/// An argument that is elsewhere at each call.
+#[derive(Debug)]
+struct Entry {
+    /// Its number.
+    index: usize,
+    bytes: usize,
+    /// Its slot; none if the graph's kernels are pointed to it.
+    slot: Option<Place>,
 }
 
 /// The graph for one assignment of roles.
 struct Variant {
     graph: StepGraph,
     inputs: Vec<Place>,
+    /// The inputs that the graph's kernels are pointed to.
+    moving: Vec<u32>,
     outputs: Vec<Place>,
     /// The addresses that the graph relies on, arguments and then outputs; none for slots.
     fixed: Vec<Option<u64>>,
@@ -99,7 +112,7 @@ struct Variant {
 /// One graph, or two that take turns, and what they rely on.
 pub struct Replayed {
     variants: Vec<Variant>,
-    entering: Vec<Slot>,
+    entering: Vec<Entry>,
     leaving: Vec<Slot>,
     /// The runtime scalars, and the slots of small inputs behind them.
     parcel: Parcel,
@@ -125,6 +138,17 @@ pub struct Common<'a> {
     pub stopped: &'a Arc<Storage>,
     /// Where the extremes of the index checks are left.
     pub extremes: &'a [Arc<Storage>],
+    /// For each output the input whose memory it takes over.
+    pub aliases: &'a [Option<u32>],
+}
+
+impl Common<'_> {
+    /// Whether kernels can be pointed to input `index` wherever it is: the step only reads it, and a library
+    /// does not.
+    fn moves(&self, index: usize) -> bool {
+        let index = index as u32;
+        !self.aliases.contains(&Some(index)) && self.parts.code.reads_by_pointers(index)
+    }
 }
 
 impl Replayed {
@@ -147,11 +171,12 @@ impl Replayed {
             if arrangement.inputs[index].is_some() {
                 continue;
             }
-            let place = match offset {
-                Some(at) => (parcel.storage().clone(), at),
-                None => (Arc::new(Storage::allocate(common.stream, bytes)?), 0),
+            let slot = match offset {
+                Some(at) => Some((parcel.storage().clone(), at)),
+                None if common.moves(index) => None,
+                None => Some((Arc::new(Storage::allocate(common.stream, bytes)?), 0)),
             };
-            entering.push(Slot { index, place, bytes });
+            entering.push(Entry { index, bytes, slot });
         }
         let mut leaving = Vec::new();
         for (index, (storage, &bytes)) in arrangement.outputs.iter().zip(&code.outputs).enumerate() {
@@ -179,11 +204,20 @@ impl Replayed {
     }
 
     fn variant(&self, common: &Common<'_>, arrangement: &Arrangement) -> Result<Variant> {
-        let inputs = places(&arrangement.inputs, &self.entering);
-        let mut outputs = places(&arrangement.outputs, &self.leaving);
+        // No launch reads what stands for a moving input here: the graph must be told first where it is.
+        let nowhere: Place = (Arc::new(Storage::allocate(common.stream, 0)?), 0);
+        let slots = self
+            .entering
+            .iter()
+            .map(|entry| entry.slot.as_ref().unwrap_or(&nowhere));
+        let inputs = places(&arrangement.inputs, slots);
+        let mut outputs = places(&arrangement.outputs, self.leaving.iter().map(|slot| &slot.place));
         outputs.extend(common.extremes.iter().map(|storage| (storage.clone(), 0)));
+        let moving = self.entering.iter().filter(|entry| entry.slot.is_none());
+        let moving: Vec<u32> = moving.map(|entry| entry.index as u32).collect();
         let memory = Memory {
             inputs: &inputs,
+            moving: &moving,
             outputs: &outputs,
             arena: common.arena,
             scalars: self.parcel.storage(),
@@ -209,6 +243,7 @@ impl Replayed {
             graph: graph.finish().instantiate(common.stream)?,
             fixed: arrangement.addresses(),
             inputs,
+            moving,
             outputs,
         })
     }
@@ -236,8 +271,8 @@ impl Replayed {
         Arc::ptr_eq(&self.arena, arena)
     }
 
-    /// Queues the step by graph `variant`. `given` has the elements of each argument with a slot, in order;
-    /// `results` takes each output with one.
+    /// Queues the step by graph `variant`. `given` has the elements of each argument of
+    /// [`Replayed::entering`], in order; `results` takes each output of [`Replayed::leaving`].
     pub fn launch<'a>(
         &mut self,
         variant: usize,
@@ -248,8 +283,8 @@ impl Replayed {
     ) -> Result<()> {
         let stream = gpu.stream();
         let entering = self.entering.iter().zip(given);
-        let packed = |(slot, given): (&Slot, Given<'a>)| match given {
-            Given::Host(bytes) if slot.bytes <= SMALL_INPUT => Some((slot.place.1, bytes)),
+        let packed = |(entry, given): (&Entry, Given<'a>)| match (&entry.slot, given) {
+            (Some((_, at)), Given::Host(bytes)) if entry.bytes <= SMALL_INPUT => Some((*at, bytes)),
             _ => None,
         };
         let ends = entering
@@ -266,40 +301,50 @@ impl Replayed {
                 block[at..at + bytes.len()].copy_from_slice(bytes);
             }
         })?;
-        for (slot, given) in entering {
-            let (to, at) = &slot.place;
-            match given {
-                Given::Host(_) if slot.bytes <= SMALL_INPUT => {}
+        let Variant { graph, fixed, .. } = &mut self.variants[variant];
+        for (entry, given) in entering.filter(|both| packed(*both).is_none()) {
+            let storage = match given {
                 // While the step before runs, on another stream.
-                Given::Host(bytes) => {
-                    let arrived = gpu.upload(bytes)?;
-                    stream.copy(&arrived, 0..slot.bytes, to, *at)?;
+                Given::Host(bytes) => gpu.upload(bytes)?,
+                Given::Device(storage) => storage.clone(),
+            };
+            match &entry.slot {
+                Some((to, at)) => stream.copy(&storage, 0..entry.bytes, to, *at)?,
+                // What the step writes is not what it reads here, as with a slot.
+                None if fixed.contains(&Some(storage.address())) => {
+                    graph.point(entry.index as u32, &gpu.duplicate(&storage)?)?;
                 }
-                Given::Device(storage) => stream.copy(storage, 0..slot.bytes, to, *at)?,
+                None => graph.point(entry.index as u32, &storage)?,
             }
         }
-        self.variants[variant].graph.launch()?;
+        graph.launch()?;
         for (slot, to) in self.leaving.iter().zip(results) {
             stream.copy(&slot.place.0, 0..slot.bytes, to, 0)?;
         }
         Ok(())
     }
 
-    /// The arguments that have a slot, in order.
+    /// The arguments that are elsewhere at each call, in order.
     pub fn entering(&self) -> impl Iterator<Item = usize> + Clone + '_ {
-        self.entering.iter().map(|slot| slot.index)
+        self.entering.iter().map(|entry| entry.index)
     }
 
-    /// The outputs that have a slot, in order.
+    /// The outputs that are elsewhere at each call, in order.
     pub fn leaving(&self) -> impl Iterator<Item = usize> + Clone + '_ {
         self.leaving.iter().map(|slot| slot.index)
     }
 
     /// Where everything of graph `variant` is.
     pub fn memory(&self, variant: usize) -> Memory<'_> {
-        let Variant { inputs, outputs, .. } = &self.variants[variant];
+        let Variant {
+            inputs,
+            moving,
+            outputs,
+            ..
+        } = &self.variants[variant];
         Memory {
             inputs,
+            moving,
             outputs,
             arena: &self.arena,
             scalars: self.parcel.storage(),
@@ -319,14 +364,13 @@ impl Replayed {
 }
 
 /// The storage of each argument, or of each output, and the slots of those that have none.
-fn places(storages: &[Option<Arc<Storage>>], slots: &[Slot]) -> Vec<Place> {
-    let mut slots = slots.iter();
-    let place = |storage: &Option<Arc<Storage>>| match storage {
+fn places<'a>(storages: &[Option<Arc<Storage>>], mut slots: impl Iterator<Item = &'a Place>) -> Vec<Place> {
+    let mut place = |storage: &Option<Arc<Storage>>| match storage {
         Some(storage) => (storage.clone(), 0),
         None => {
             let slot = slots.next().expect("a slot for each argument without a storage");
-            slot.place.clone()
+            slot.clone()
         }
     };
-    storages.iter().map(place).collect()
+    storages.iter().map(&mut place).collect()
 }

@@ -243,6 +243,20 @@ pub struct Arguments {
     /// Start and size of each argument in `bytes`.
     parts: Vec<(usize, usize)>,
     storages: Vec<Arc<Storage>>,
+    moving: Vec<MovingPointer>,
+}
+
+/// A pointer whose memory is elsewhere at each launch of a graph.
+#[derive(Debug, Clone, Copy)]
+struct MovingPointer {
+    /// The memory's number.
+    memory: u32,
+    /// Bytes in front of what is meant.
+    offset: usize,
+    /// Which argument it is.
+    part: usize,
+    /// Which of the storages it points into now.
+    storage: usize,
 }
 
 impl Arguments {
@@ -256,6 +270,19 @@ impl Arguments {
     pub fn memory(mut self, storage: &Arc<Storage>, offset: usize) -> Self {
         self.storages.push(storage.clone());
         self.raw(&(storage.address() + offset as u64).to_ne_bytes())
+    }
+
+    /// A pointer to byte `offset` of memory `memory` of a graph, which is elsewhere at each launch
+    /// ([`StepGraph::point`](super::StepGraph::point)). For a launch on a stream it is `storage`.
+    #[must_use]
+    pub fn moving(mut self, memory: u32, storage: &Arc<Storage>, offset: usize) -> Self {
+        self.moving.push(MovingPointer {
+            memory,
+            offset,
+            part: self.parts.len(),
+            storage: self.storages.len(),
+        });
+        self.memory(storage, offset)
     }
 
     /// A storage that the kernel reaches through a table in memory: no argument, but in use while the kernel
@@ -346,6 +373,37 @@ impl Arguments {
 
     pub(super) fn storages(&self) -> &[Arc<Storage>] {
         &self.storages
+    }
+
+    /// The storages that are where they are at each launch.
+    pub(super) fn staying(&self) -> impl Iterator<Item = &Arc<Storage>> {
+        let moves = |place: usize| self.moving.iter().any(|pointer| pointer.storage == place);
+        let numbered = self.storages.iter().enumerate();
+        numbered.filter_map(move |(place, storage)| (!moves(place)).then_some(storage))
+    }
+
+    /// The numbers of the memories that are elsewhere at each launch, with repeats.
+    pub(super) fn moves(&self) -> impl Iterator<Item = u32> {
+        self.moving.iter().map(|pointer| pointer.memory)
+    }
+
+    /// The same bytes, which keep no storage alive.
+    pub(super) fn detached(&self) -> Self {
+        let mut arguments = self.clone();
+        arguments.storages.clear();
+        arguments
+    }
+
+    /// Has all pointers to memory `memory` point to where it is now. Whether it has moving pointers there.
+    pub(super) fn point(&mut self, memory: u32, address: u64) -> bool {
+        let mut points = false;
+        for pointer in self.moving.iter().filter(|pointer| pointer.memory == memory) {
+            let (start, bytes) = self.parts[pointer.part];
+            let to = address + pointer.offset as u64;
+            self.bytes[start..start + bytes].copy_from_slice(&to.to_ne_bytes());
+            points = true;
+        }
+        points
     }
 
     /// A pointer to each argument. The driver reads through them and nothing else.

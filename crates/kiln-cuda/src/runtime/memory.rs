@@ -1,9 +1,11 @@
 //! The pool of a device's memory.
 //!
 //! Memory is allocated and freed in the order of a stream (`cuMemAllocFromPoolAsync`), so neither waits for
-//! the device. The pool keeps freed memory (its release threshold is infinite) and returns it to the driver
-//! in one case: an allocation failed. Then the runtime waits for the device, trims the pool and tries the
-//! allocation once more before it returns an error with the sizes.
+//! the device. Nor does an allocation on one stream wait for what another has queued, to take memory that is
+//! freed behind that: the next batch would be uploaded after the step that reads the last one, not beside it.
+//! The pool keeps freed memory (its release threshold is infinite) and returns it to the driver in one case:
+//! an allocation failed. Then the runtime waits for the device, trims the pool and tries the allocation once
+//! more before it returns an error with the sizes.
 
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -42,14 +44,19 @@ impl Pool {
         let code = unsafe { (driver.cuMemPoolCreate)(&raw mut raw, &raw const properties) };
         driver.check("cuMemPoolCreate", code, doing)?;
         let pool = Self { raw };
-        let mut keep = u64::MAX;
-        let value = (&raw mut keep).cast::<c_void>();
-        // SAFETY: the attribute is a `u64`, to which `value` points.
-        let code = unsafe { (driver.cuMemPoolSetAttribute)(raw, pool_attribute::RELEASE_THRESHOLD, value) };
-        if code != result::SUCCESS {
-            pool.destroy(driver);
+        let attributes = [
+            (pool_attribute::RELEASE_THRESHOLD, u64::MAX),
+            (pool_attribute::REUSE_ALLOW_INTERNAL_DEPENDENCIES, 0),
+        ];
+        for (attribute, mut value) in attributes {
+            let value = (&raw mut value).cast::<c_void>();
+            // SAFETY: the attribute is a `u64` or an `int`, which the driver finds in its low bytes.
+            let code = unsafe { (driver.cuMemPoolSetAttribute)(raw, attribute, value) };
+            if code != result::SUCCESS {
+                pool.destroy(driver);
+            }
+            driver.check("cuMemPoolSetAttribute", code, doing)?;
         }
-        driver.check("cuMemPoolSetAttribute", code, doing)?;
         Ok(pool)
     }
 

@@ -83,9 +83,11 @@ pub mod function_attribute {
     pub const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
 }
 
-/// Attributes of pools of memory, each a `u64`.
+/// Attributes of pools of memory, each a `u64` where nothing else is said.
 pub mod pool_attribute {
     use std::ffi::c_int;
+    /// Whether an allocation may wait for another stream, to take what that stream frees; an `int`.
+    pub const REUSE_ALLOW_INTERNAL_DEPENDENCIES: c_int = 3;
     /// Bytes that the pool keeps when they are free.
     pub const RELEASE_THRESHOLD: c_int = 4;
     /// Bytes that the pool holds.
@@ -297,6 +299,9 @@ functions! {
     ) -> CUresult;
     fn cuGraphUpload(executable: CUgraphExec, stream: CUstream) -> CUresult;
     fn cuGraphLaunch(executable: CUgraphExec, stream: CUstream) -> CUresult;
+    fn cuGraphExecKernelNodeSetParams_v2(
+        executable: CUgraphExec, node: CUgraphNode, parameters: *const CudaKernelNodeParams,
+    ) -> CUresult;
     fn cuGraphExecDestroy(executable: CUgraphExec) -> CUresult;
     fn cuStreamBeginCapture_v2(stream: CUstream, mode: c_uint) -> CUresult;
     fn cuStreamBeginCaptureToGraph(

@@ -9,9 +9,10 @@ use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use super::graphs::{
     cuGraphAddChildGraphNode, cuGraphAddEmptyNode, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode,
-    cuGraphAddMemsetNode, cuGraphCreate, cuGraphDestroy, cuGraphExecDestroy, cuGraphGetNodes,
-    cuGraphInstantiateWithFlags, cuGraphLaunch, cuGraphUpload, cuStreamBeginCapture_v2,
-    cuStreamBeginCaptureToGraph, cuStreamEndCapture, cuStreamGetCaptureInfo_v3,
+    cuGraphAddMemsetNode, cuGraphCreate, cuGraphDestroy, cuGraphExecDestroy,
+    cuGraphExecKernelNodeSetParams_v2, cuGraphGetNodes, cuGraphInstantiateWithFlags, cuGraphLaunch,
+    cuGraphUpload, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph, cuStreamEndCapture,
+    cuStreamGetCaptureInfo_v3,
 };
 use super::{State, with};
 use crate::sys::driver::{
@@ -526,6 +527,6 @@ table! {
     cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuTensorMapEncodeTiled,
     cuGraphCreate, cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
     cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags,
-    cuGraphUpload, cuGraphLaunch, cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph,
+    cuGraphUpload, cuGraphLaunch, cuGraphExecKernelNodeSetParams_v2, cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph,
     cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
 }

@@ -68,6 +68,32 @@ pub(super) unsafe extern "C" fn cuGraphAddKernelNode_v2(
     parameters: *const CudaKernelNodeParams,
 ) -> CUresult {
     // SAFETY: see the module.
+    let given = unsafe { kernel_node(parameters) };
+    // SAFETY: see the module.
+    unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
+}
+
+pub(super) unsafe extern "C" fn cuGraphExecKernelNodeSetParams_v2(
+    executable: CUgraphExec,
+    node: CUgraphNode,
+    parameters: *const CudaKernelNodeParams,
+) -> CUresult {
+    // SAFETY: see the module.
+    let parameters = unsafe { kernel_node(parameters) };
+    let (graph, node) = (number(executable.0), number(node.0));
+    call(
+        "cuGraphExecKernelNodeSetParams",
+        &format!("graph {graph} node {node}{parameters}"),
+        |state| match state.nodes.values().any(|nodes| nodes.contains(&node)) {
+            true => result::SUCCESS,
+            false => result::INVALID_VALUE,
+        },
+    )
+}
+
+/// Kernel, grid, block and pointers of a node.
+unsafe fn kernel_node(parameters: *const CudaKernelNodeParams) -> String {
+    // SAFETY: see the module.
     let parameters = unsafe { *parameters };
     let (kernel, sizes) = with(|state| {
         let kernel = kernel(state, parameters.function);
@@ -80,14 +106,12 @@ pub(super) unsafe extern "C" fn cuGraphAddKernelNode_v2(
         .filter(|(_, size)| **size == 8)
         // SAFETY: see the module; there is a pointer to each parameter, of the size that was declared.
         .map(|(index, _)| unsafe { (*parameters.parameters.add(index)).cast::<u64>().read_unaligned() });
-    let given = format!(
+    format!(
         " {kernel} grid {:?} block {:?} of {:x?}",
         parameters.grid,
         parameters.block,
         pointers.collect::<Vec<_>>()
-    );
-    // SAFETY: see the module.
-    unsafe { add("cuGraphAddKernelNode", &given, node, graph, after, count) }
+    )
 }
 
 pub(super) unsafe extern "C" fn cuGraphAddMemcpyNode(

@@ -2,7 +2,7 @@
 //!
 //! State and constants stay in the GPU's memory: they are found once, and a run does not look for them.
 //! State that the step does not compute in its place has two buffers, which change roles after each run.
-//! Tensors that are new at each run are copied from wherever they are.
+//! Tensors that are new at each run are given to the step wherever they are.
 
 use std::sync::Arc;
 
@@ -84,7 +84,7 @@ impl Resident {
         self.held[index]
     }
 
-    /// The elements of new arguments, ready to be copied.
+    /// The elements of new arguments, in the form that the step takes.
     pub(super) fn fresh(&self, gpu: &Arc<Gpu>, memory: &Memory) -> Result<Vec<Ready>, ExecuteError> {
         let ready = |&index: &usize| match &memory.tensors[index] {
             None => Err(ExecuteError::Missing { index }),

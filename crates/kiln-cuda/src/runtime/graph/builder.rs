@@ -1,10 +1,11 @@
 //! Building a graph, node by node.
 
-use std::ffi::c_uint;
+use std::ffi::{c_uint, c_void};
 use std::ops::Range;
 use std::ptr;
 use std::sync::Arc;
 
+use super::moving::Moving;
 use super::order::{Order, Position};
 use super::step::StepGraph;
 use crate::error::{CudaError, Result};
@@ -32,6 +33,7 @@ pub struct GraphBuilder {
     /// Those of [`GraphBuilder::capture_apart`], on another one.
     urgent: Option<Stream>,
     kept: Kept,
+    moving: Moving,
     order: Order,
     /// Whether a call could not be captured: the graph may have a part of it.
     incomplete: bool,
@@ -106,6 +108,7 @@ impl GraphBuilder {
             capture: device.stream()?,
             urgent: None,
             kept: Kept::default(),
+            moving: Moving::default(),
             order: Order::default(),
             incomplete: false,
         })
@@ -124,16 +127,7 @@ impl GraphBuilder {
             .same_as(launch.kernel.device(), "adding a kernel to a graph")?;
         launch.prepare()?;
         let mut pointers = launch.arguments.pointers();
-        let parameters = CudaKernelNodeParams {
-            function: launch.kernel.raw(),
-            grid: launch.grid,
-            block: launch.block,
-            shared_bytes: launch.shared_bytes,
-            parameters: pointers.as_mut_ptr(),
-            extra: ptr::null_mut(),
-            kernel: ptr::null_mut(),
-            context: self.device.context(),
-        };
+        let parameters = kernel_node(launch, &mut pointers);
         let position = self.order.next(after);
         let what = || format!("kernel `{}`", launch.kernel.name());
         // SAFETY: there are as many arguments, of the sizes that the kernel has (`prepare`), and the driver
@@ -147,8 +141,11 @@ impl GraphBuilder {
                 &raw const parameters,
             )
         })?;
-        self.kept.storages.extend_from_slice(launch.arguments.storages());
+        self.kept.storages.extend(launch.arguments.staying().cloned());
         self.kept.kernels.push(launch.kernel.clone());
+        if launch.arguments.moves().next().is_some() {
+            self.moving.add(self.nodes[node.0 as usize], launch);
+        }
         Ok(node)
     }
 
@@ -382,7 +379,13 @@ impl GraphBuilder {
     pub fn instantiate(self, stream: &Stream) -> Result<StepGraph> {
         self.device.same_as(stream.device(), "instantiating a graph")?;
         self.refuse_if_incomplete()?;
-        StepGraph::instantiate(&self.graph, &self.name, self.kept.without_repeats(), stream)
+        StepGraph::instantiate(
+            self.graph,
+            &self.name,
+            self.kept.without_repeats(),
+            self.moving,
+            stream,
+        )
     }
 
     /// The captured nodes that no captured node comes after.
@@ -480,6 +483,20 @@ impl GraphBuilder {
         self.device.check(call, code, || {
             format!("adding {} to graph `{}`", what(), self.name)
         })
+    }
+}
+
+/// A launch as the driver takes it. `pointers` are those of its arguments, and are read through.
+pub(super) fn kernel_node(launch: &Launch, pointers: &mut [*mut c_void]) -> CudaKernelNodeParams {
+    CudaKernelNodeParams {
+        function: launch.kernel.raw(),
+        grid: launch.grid,
+        block: launch.block,
+        shared_bytes: launch.shared_bytes,
+        parameters: pointers.as_mut_ptr(),
+        extra: ptr::null_mut(),
+        kernel: ptr::null_mut(),
+        context: launch.kernel.device().context(),
     }
 }
 

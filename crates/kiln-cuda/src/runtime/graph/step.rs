@@ -4,8 +4,9 @@ use std::ptr;
 use std::sync::Arc;
 
 use super::builder::{Kept, OwnedGraph};
+use super::moving::Moving;
 use crate::error::Result;
-use crate::runtime::{Device, Stream};
+use crate::runtime::{Device, Storage, Stream};
 use crate::sys::driver::CUgraphExec;
 
 /// An instantiated graph, on its device. Dropping it waits for its last launch.
@@ -17,6 +18,9 @@ pub struct StepGraph {
     label: Arc<str>,
     nodes: usize,
     kept: Kept,
+    moving: Moving,
+    /// The nodes whose arguments are changed, if there are such.
+    _graph: Option<OwnedGraph>,
 }
 
 #[derive(Debug)]
@@ -42,7 +46,13 @@ impl Drop for StepGraph {
 }
 
 impl StepGraph {
-    pub(super) fn instantiate(graph: &OwnedGraph, name: &str, kept: Kept, stream: &Stream) -> Result<Self> {
+    pub(super) fn instantiate(
+        graph: OwnedGraph,
+        name: &str,
+        kept: Kept,
+        moving: Moving,
+        stream: &Stream,
+    ) -> Result<Self> {
         let device = stream.device();
         let driver = device.driver();
         device.enter()?;
@@ -74,14 +84,31 @@ impl StepGraph {
             label: format!("graph `{name}` of {nodes} nodes, whose last kernel is `{last}`").into(),
             nodes,
             kept,
+            _graph: (!moving.is_empty()).then_some(graph),
+            moving,
         })
+    }
+
+    /// Has the next launch read memory `memory` ([`Arguments::moving`](crate::runtime::Arguments::moving)) in
+    /// `storage`, which must be as large as all of its readers need. Launches that are queued are not
+    /// changed. Each such memory is to be said anew for each launch; one that no kernel reads is ignored.
+    ///
+    /// # Errors
+    /// `CudaError::TwoDevices`, `CudaError::Driver`, `CudaError::Lost`.
+    pub fn point(&mut self, memory: u32, storage: &Arc<Storage>) -> Result<()> {
+        let device = self.stream.device();
+        device.same_as(storage.device(), "pointing a graph to other memory")?;
+        self.moving.point(self.executable.raw, device, memory, storage)
     }
 
     /// Queues the whole graph on its stream and returns.
     ///
     /// # Errors
-    /// `CudaError::Driver`, `CudaError::Lost`.
+    /// `CudaError::Driver`, `CudaError::Lost`; `CudaError::Launch` if nobody has said where a memory is
+    /// ([`StepGraph::point`]).
     pub fn launch(&mut self) -> Result<()> {
+        // Kept until the launch is queued; freeing comes behind it.
+        let _moving = self.moving.take_to(&self.stream, &self.label)?;
         for storage in &self.kept.storages {
             storage.take_to(&self.stream)?;
         }
