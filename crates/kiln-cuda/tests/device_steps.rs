@@ -157,6 +157,12 @@ fn check_settled(
     Ok(())
 }
 
+/// Whole numbers from -32 to 31, others for each seed.
+fn numbers(shape: [usize; 2], seed: usize) -> HostTensor {
+    let number = |at: usize| ((at * 37 + seed * 11) % 64) as f64 - 32.0;
+    HostTensor::from_floats(DType::F32, shape, (0..shape[0] * shape[1]).map(number))
+}
+
 /// State that the step does not compute in place has two buffers and two graphs: its values equal those of
 /// as many runs of the interpreter.
 #[test]
@@ -171,10 +177,7 @@ fn state_with_two_buffers() {
     }";
     let graph = Graph::parse(text).unwrap();
     let executable = CudaExecutable::new(&graph, &Options::default(), &gpu.target(), &gpu).unwrap();
-    let numbers = |seed: usize| -> HostTensor {
-        let number = |at: usize| ((at * 37 + seed * 11) % 64) as f64 - 32.0;
-        HostTensor::from_floats(DType::F32, [32, 32], (0..1024).map(number))
-    };
+    let numbers = |seed| numbers([32, 32], seed);
     let mut expected = numbers(0);
     let state = gpu.upload(expected.bytes()).unwrap();
     let mut settled = executable.settle(vec![Some(state), None], &[Some(0)]).unwrap();
@@ -208,11 +211,7 @@ fn large_inputs_where_they_are() {
     }";
     let graph = Graph::parse(text).unwrap();
     let executable = CudaExecutable::new(&graph, &Options::default(), &gpu.target(), &gpu).unwrap();
-    let elements = 256 * 1024;
-    let numbers = |seed: usize| -> HostTensor {
-        let number = |at: usize| ((at * 37 + seed * 11) % 64) as f64 - 32.0;
-        HostTensor::from_floats(DType::F32, [256, 1024], (0..elements).map(number))
-    };
+    let numbers = |seed| numbers([256, 1024], seed);
     let mut expected = numbers(0);
     let state = gpu.upload(expected.bytes()).unwrap();
     let inputs = vec![Some(state.clone()), None];

@@ -277,14 +277,12 @@ pub fn bind<'a>(
                 let mut given = Arguments::new();
                 for pointer in arguments {
                     given = match pointer {
+                        Pointer::To(Address::Input(index, bytes)) if memory.moving.contains(index) => {
+                            given.moving(*index, *bytes)
+                        }
                         Pointer::To(address) => {
                             let (storage, at) = memory.place(*address);
-                            match address {
-                                Address::Input(index, _) if memory.moving.contains(index) => {
-                                    given.moving(*index, storage, at)
-                                }
-                                _ => given.memory(storage, at),
-                            }
+                            given.memory(storage, at)
                         }
                         Pointer::Matrix(address, boxes) => {
                             let (storage, at) = memory.place(*address);

@@ -102,8 +102,6 @@ struct Entry {
 struct Variant {
     graph: StepGraph,
     inputs: Vec<Place>,
-    /// The inputs that the graph's kernels are pointed to.
-    moving: Vec<u32>,
     outputs: Vec<Place>,
     /// The addresses that the graph relies on, arguments and then outputs; none for slots.
     fixed: Vec<Option<u64>>,
@@ -113,6 +111,8 @@ struct Variant {
 pub struct Replayed {
     variants: Vec<Variant>,
     entering: Vec<Entry>,
+    /// The numbers of those without a slot.
+    moving: Vec<u32>,
     leaving: Vec<Slot>,
     /// The runtime scalars, and the slots of small inputs behind them.
     parcel: Parcel,
@@ -185,8 +185,10 @@ impl Replayed {
                 leaving.push(Slot { index, place, bytes });
             }
         }
+        let moving = entering.iter().filter(|entry| entry.slot.is_none());
         let mut replayed = Self {
             variants: Vec::new(),
+            moving: moving.map(|entry| entry.index as u32).collect(),
             entering,
             leaving,
             parcel,
@@ -213,11 +215,9 @@ impl Replayed {
         let inputs = places(&arrangement.inputs, slots);
         let mut outputs = places(&arrangement.outputs, self.leaving.iter().map(|slot| &slot.place));
         outputs.extend(common.extremes.iter().map(|storage| (storage.clone(), 0)));
-        let moving = self.entering.iter().filter(|entry| entry.slot.is_none());
-        let moving: Vec<u32> = moving.map(|entry| entry.index as u32).collect();
         let memory = Memory {
             inputs: &inputs,
-            moving: &moving,
+            moving: &self.moving,
             outputs: &outputs,
             arena: common.arena,
             scalars: self.parcel.storage(),
@@ -243,7 +243,6 @@ impl Replayed {
             graph: graph.finish().instantiate(common.stream)?,
             fixed: arrangement.addresses(),
             inputs,
-            moving,
             outputs,
         })
     }
@@ -310,11 +309,15 @@ impl Replayed {
             };
             match &entry.slot {
                 Some((to, at)) => stream.copy(&storage, 0..entry.bytes, to, *at)?,
-                // What the step writes is not what it reads here, as with a slot.
-                None if fixed.contains(&Some(storage.address())) => {
-                    graph.point(entry.index as u32, &gpu.duplicate(&storage)?)?;
+                None => {
+                    // What the step writes is not what it reads here, as with a slot.
+                    let storage = match fixed.contains(&Some(storage.address())) {
+                        true => gpu.duplicate(&storage)?,
+                        false => storage,
+                    };
+                    // SAFETY: it has the bytes of the input, which the step only reads (`Common::moves`).
+                    unsafe { graph.point(entry.index as u32, &storage) }?;
                 }
-                None => graph.point(entry.index as u32, &storage)?,
             }
         }
         graph.launch()?;
@@ -336,15 +339,10 @@ impl Replayed {
 
     /// Where everything of graph `variant` is.
     pub fn memory(&self, variant: usize) -> Memory<'_> {
-        let Variant {
-            inputs,
-            moving,
-            outputs,
-            ..
-        } = &self.variants[variant];
+        let Variant { inputs, outputs, .. } = &self.variants[variant];
         Memory {
             inputs,
-            moving,
+            moving: &self.moving,
             outputs,
             arena: &self.arena,
             scalars: self.parcel.storage(),

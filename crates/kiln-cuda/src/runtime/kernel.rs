@@ -255,8 +255,6 @@ struct MovingPointer {
     offset: usize,
     /// Which argument it is.
     part: usize,
-    /// Which of the storages it points into now.
-    storage: usize,
 }
 
 impl Arguments {
@@ -272,17 +270,13 @@ impl Arguments {
         self.raw(&(storage.address() + offset as u64).to_ne_bytes())
     }
 
-    /// A pointer to byte `offset` of memory `memory` of a graph, which is elsewhere at each launch
-    /// ([`StepGraph::point`](super::StepGraph::point)). For a launch on a stream it is `storage`.
+    /// A pointer to byte `offset` of memory `memory` of a graph, which is elsewhere at each launch: it points
+    /// nowhere before [`StepGraph::point`](super::StepGraph::point). Not for a launch on a stream.
     #[must_use]
-    pub fn moving(mut self, memory: u32, storage: &Arc<Storage>, offset: usize) -> Self {
-        self.moving.push(MovingPointer {
-            memory,
-            offset,
-            part: self.parts.len(),
-            storage: self.storages.len(),
-        });
-        self.memory(storage, offset)
+    pub fn moving(mut self, memory: u32, offset: usize) -> Self {
+        let part = self.parts.len();
+        self.moving.push(MovingPointer { memory, offset, part });
+        self.raw(&0_u64.to_ne_bytes())
     }
 
     /// A storage that the kernel reaches through a table in memory: no argument, but in use while the kernel
@@ -375,23 +369,9 @@ impl Arguments {
         &self.storages
     }
 
-    /// The storages that are where they are at each launch.
-    pub(super) fn staying(&self) -> impl Iterator<Item = &Arc<Storage>> {
-        let moves = |place: usize| self.moving.iter().any(|pointer| pointer.storage == place);
-        let numbered = self.storages.iter().enumerate();
-        numbered.filter_map(move |(place, storage)| (!moves(place)).then_some(storage))
-    }
-
     /// The numbers of the memories that are elsewhere at each launch, with repeats.
     pub(super) fn moves(&self) -> impl Iterator<Item = u32> {
         self.moving.iter().map(|pointer| pointer.memory)
-    }
-
-    /// The same bytes, which keep no storage alive.
-    pub(super) fn detached(&self) -> Self {
-        let mut arguments = self.clone();
-        arguments.storages.clear();
-        arguments
     }
 
     /// Has all pointers to memory `memory` point to where it is now. Whether it has moving pointers there.

@@ -527,6 +527,6 @@ table! {
     cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuTensorMapEncodeTiled,
     cuGraphCreate, cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
     cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags,
-    cuGraphUpload, cuGraphLaunch, cuGraphExecKernelNodeSetParams_v2, cuGraphExecDestroy, cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph,
-    cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
+    cuGraphUpload, cuGraphLaunch, cuGraphExecKernelNodeSetParams_v2, cuGraphExecDestroy,
+    cuStreamBeginCapture_v2, cuStreamBeginCaptureToGraph, cuStreamGetCaptureInfo_v3, cuStreamEndCapture,
 }

@@ -141,7 +141,7 @@ impl GraphBuilder {
                 &raw const parameters,
             )
         })?;
-        self.kept.storages.extend(launch.arguments.staying().cloned());
+        self.kept.storages.extend_from_slice(launch.arguments.storages());
         self.kept.kernels.push(launch.kernel.clone());
         if launch.arguments.moves().next().is_some() {
             self.moving.add(self.nodes[node.0 as usize], launch);

@@ -48,11 +48,7 @@ impl Moving {
                 });
             }
         }
-        let arguments = launch.arguments.detached();
-        let launch = Launch {
-            arguments,
-            ..launch.clone()
-        };
+        let launch = launch.clone();
         self.readers.push(Reader { node, launch });
     }
 

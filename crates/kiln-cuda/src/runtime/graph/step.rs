@@ -90,12 +90,16 @@ impl StepGraph {
     }
 
     /// Has the next launch read memory `memory` ([`Arguments::moving`](crate::runtime::Arguments::moving)) in
-    /// `storage`, which must be as large as all of its readers need. Launches that are queued are not
-    /// changed. Each such memory is to be said anew for each launch; one that no kernel reads is ignored.
+    /// `storage`. Launches that are queued are not changed. Each such memory is to be said anew for each
+    /// launch; one that no kernel reads is ignored.
     ///
     /// # Errors
     /// `CudaError::TwoDevices`, `CudaError::Driver`, `CudaError::Lost`.
-    pub fn point(&mut self, memory: u32, storage: &Arc<Storage>) -> Result<()> {
+    ///
+    /// # Safety
+    /// With pointers into this storage, each kernel must touch only what is inside of it and of the storages
+    /// among its arguments, and none may write what the graph reads or writes elsewhere without an edge for it.
+    pub unsafe fn point(&mut self, memory: u32, storage: &Arc<Storage>) -> Result<()> {
         let device = self.stream.device();
         device.same_as(storage.device(), "pointing a graph to other memory")?;
         self.moving.point(self.executable.raw, device, memory, storage)
