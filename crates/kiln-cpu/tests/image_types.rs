@@ -245,7 +245,7 @@ fn pools_and_their_gradients() {
             }
             let places = Op::MaxPoolWithIndices {
                 window: window.clone(),
-                dtype: if number == 1 { DType::I32 } else { DType::I64 },
+                dtype: [DType::I64, DType::I32, DType::U16][number],
             };
             let largest = graph.add_node(places, &[x], at.clone()).unwrap().to_vec();
             let input: Dims = [height, width].into_iter().collect();

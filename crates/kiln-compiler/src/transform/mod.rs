@@ -6,6 +6,7 @@
 pub mod attention;
 pub mod autocast;
 pub mod channels;
+pub mod indices;
 pub mod log_softmax;
 pub mod pattern;
 pub mod pools;
@@ -34,6 +35,7 @@ const PASSES: &[Pass] = &[
     ("attention", |graph, _| attention::attention(graph)),
     ("slices", |graph, _| slices::slices(graph)),
     ("pools", |graph, _| pools::pools(graph)),
+    ("indices", |graph, _| indices::indices(graph)),
     // Several values may be one by now, and rewrites leave transposes behind.
     ("simplify again", |graph, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.

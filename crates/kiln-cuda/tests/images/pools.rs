@@ -230,6 +230,19 @@ pub fn pools() -> Vec<(&'static str, Pool)> {
             },
         ),
         (
+            "indices of 16 bits",
+            Pool {
+                channels: 8,
+                input: &[182, 184],
+                size: &[2, 2],
+                stride: &[3, 3],
+                low: &[0, 0],
+                high: &[0, 0],
+                indices: "u16",
+                ..usual
+            },
+        ),
+        (
             "one dimension",
             Pool {
                 input: &[19],

@@ -109,6 +109,20 @@ KILN_INLINE vl vl_load_i32(const int32_t *p) {
     return __builtin_convertvector(v, vl);
 }
 
+/* Integers of 16 bits, to lanes of 64 and of 32. */
+KILN_INLINE vl vl_load_u16(const uint16_t *p) {
+    typedef uint16_t vs __attribute__((vector_size(KILN_LANES)));
+    vs v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vl);
+}
+KILN_INLINE vi vi_load_u16(const uint16_t *p) {
+    typedef uint16_t vs __attribute__((vector_size(2 * KILN_LANES)));
+    vs v;
+    __builtin_memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, vi);
+}
+
 /* Integers of 64 bits, to and from lanes of 32. */
 KILN_INLINE vi vi_load_i64(const int64_t *p) {
     typedef int64_t vq __attribute__((vector_size(8 * KILN_LANES)));

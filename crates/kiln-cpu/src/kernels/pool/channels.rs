@@ -326,9 +326,15 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     let load_indices = match (spec.element(), indices.ctype) {
         (Element::F32, "int32_t") => "vi_load",
         (Element::F32, "int64_t") => "vi_load_i64",
+        (Element::F32, "uint16_t") => "vi_load_u16",
         (Element::F64, "int32_t") => "vl_load_i32",
         (Element::F64, "int64_t") => "vl_load_i64",
+        (Element::F64, "uint16_t") => "vl_load_u16",
         _ => return None,
+    };
+    let most = match indices.ctype {
+        "uint16_t" => 1 << 16,
+        _ => i32::MAX as usize,
     };
     let (_, vf) = spec.element().ctypes();
     let dense = |memory: &Memory| memory.strides[4] == 1;
@@ -336,8 +342,8 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     // gaps between them.
     let by_channel =
         dense(&indices.memory) && (!spec.storage.is_plain() || dense(&spec.input) && dense(&spec.output));
-    // A window of padding only has the index 0, wherever it is.
-    if !by_channel || g.only_padding() || i32::try_from(g.input[0] * g.input[1]).is_err() {
+    // A window of padding only has the index 0, wherever it is; indices of larger planes wrap.
+    if !by_channel || g.only_padding() || g.input[0] * g.input[1] > most {
         return None;
     }
     let [height, width] = g.input;

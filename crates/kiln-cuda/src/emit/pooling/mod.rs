@@ -143,11 +143,10 @@ impl Pool {
     /// Whether indices say which window they are of: every window has an element that is no padding, and no
     /// index wrapped.
     fn is_covered(&self, window: &Window) -> bool {
-        let bits = self
-            .indices
-            .as_ref()
-            .map_or(0, |(_, dtype)| 8 * dtype.size() as u32 - 1);
-        if self.result.plane() as u64 > 1 << bits {
+        let bits = self.indices.as_ref().map_or(0, |(_, dtype)| {
+            8 * dtype.size() as u32 - u32::from(dtype.is_signed_int())
+        });
+        if self.result.plane() as u128 > 1 << bits {
             return false;
         }
         let (from, to) = (self.result.extents, self.image.extents);
