@@ -1,8 +1,10 @@
 //! One convolution of each kind, on cores without tensors.
 
+use kiln_cuda::execute::Gpu;
 use kiln_cuda::testing::host::Differential;
 
-use crate::compare::ways;
+use crate::common;
+use crate::compare::{on_gpu, ways};
 use crate::convolution::{Convolution, FLOATS, check, each, parse, square};
 
 /// One of each kind, with what is odd about each.
@@ -279,6 +281,100 @@ fn convolutions_and_their_gradients() {
             &format!("{what}, {dtype} to {result}, channels {layout}"),
         );
     });
+}
+
+/// Convolutions that filter each channel by itself, by strips of places: of lines that strips do not divide,
+/// with strides, gaps, windows of several pieces, and in several chunks.
+fn in_strips() -> Vec<(&'static str, Convolution)> {
+    let padded = |low, high, of| Convolution { low, high, ..of };
+    let of = |channels, input, window| square(2, [channels; 2], channels, input, window);
+    vec![
+        ("usual", padded(&[1, 1], &[1, 1], of(12, &[9, 7], &[3, 3]))),
+        (
+            "strides",
+            Convolution {
+                stride: &[2, 2],
+                ..padded(&[1, 1], &[1, 1], of(8, &[9, 22], &[3, 3]))
+            },
+        ),
+        (
+            "strides that leave elements out",
+            Convolution {
+                stride: &[2, 3],
+                ..padded(&[0, 0], &[0, 1], of(4, &[8, 25], &[2, 2]))
+            },
+        ),
+        (
+            "gaps",
+            Convolution {
+                stride: &[1, 3],
+                dilation: &[2, 2],
+                ..padded(&[0, 3], &[2, 1], of(8, &[7, 17], &[3, 3]))
+            },
+        ),
+        (
+            "windows of seven",
+            padded(&[3, 3], &[3, 3], of(8, &[9, 15], &[7, 7])),
+        ),
+        ("much padding", padded(&[2, 5], &[3, 6], of(4, &[4, 3], &[2, 4]))),
+        (
+            "one line",
+            Convolution {
+                stride: &[1],
+                dilation: &[1],
+                ..padded(&[2], &[2], of(8, &[29], &[5]))
+            },
+        ),
+        (
+            "deep images",
+            Convolution {
+                stride: &[1, 1, 1],
+                dilation: &[1, 1, 1],
+                ..padded(&[1, 1, 0], &[0, 1, 1], of(4, &[3, 5, 6], &[2, 3, 3]))
+            },
+        ),
+        ("chunks", padded(&[1, 1], &[1, 1], of(128, &[20, 9], &[3, 3]))),
+    ]
+}
+
+#[test]
+fn channels_by_themselves_in_strips() {
+    let mut items = Vec::new();
+    for (what, convolution) in in_strips() {
+        let in_strips = ["f32", "f16", "bf16"];
+        items.extend(in_strips.map(|dtype| (what, convolution, dtype)));
+    }
+    each(&items, |&(what, convolution, dtype)| {
+        let graph = convolution.graph(dtype, true);
+        let step = Differential::new(&graph).compile().unwrap();
+        let has = |constant: &str| {
+            let functions = step.code.functions.iter();
+            functions
+                .filter(|function| function.text.helpers.contains(constant))
+                .count()
+        };
+        assert_eq!(has("constexpr int STRIP ="), 3, "{what}");
+        let chunked = has("constexpr int STRIPS =") == 1 && has("constexpr int CHUNKS = 1;") == 0;
+        assert_eq!(chunked, what == "chunks", "{what}");
+        check(&graph, &format!("{what}, {dtype}"));
+    });
+}
+
+#[test]
+fn channels_by_themselves_in_strips_on_a_gpu() {
+    if common::gpu().is_none() {
+        return;
+    }
+    let gpu = Gpu::get(0).unwrap();
+    for (what, convolution) in in_strips() {
+        for dtype in ["f32", "bf16"] {
+            let graph = convolution.graph(dtype, true);
+            let mut comparison = Differential::new(&graph);
+            comparison.target = gpu.target();
+            let (found, names) = on_gpu(&gpu, &comparison, &graph);
+            assert_eq!(comparison.compare(&found), Ok(()), "{what}, {dtype}: {names:?}");
+        }
+    }
 }
 
 /// Each kind of convolution is computed the way that is meant for it.
