@@ -21,6 +21,7 @@ const DEPTHWISE_LANES: &str = include_str!("../../kernels/cuda/convolution/depth
 const DEPTHWISE_WEIGHT: &str = include_str!("../../kernels/cuda/convolution/depthwise_weight.cuh");
 const DEPTHWISE_WEIGHT_STRIPS: &str =
     include_str!("../../kernels/cuda/convolution/depthwise_weight_strips.cuh");
+const STRIP: &str = include_str!("../../kernels/cuda/convolution/strip.cuh");
 
 /// The partial sums of a weight are ordered by tap and channel; the weight itself by channel and tap.
 const PART_AT: &str =
@@ -34,10 +35,13 @@ const MOST_TAPS: usize = 9;
 
 /// The longest strip, and the most elements of a line that one reads: they are in registers.
 const LONGEST_STRIP: usize = 8;
-const LONGEST_SPAN: usize = 13;
+const LONGEST_SPAN: usize = 12;
 
 /// The fewest strips of a lane: fewer are not worth another pass over the weight.
 const LEAST_STRIPS: usize = 4;
+
+/// The fewest neighbouring vectors of channels of a block that has several tiles of them: 128 bytes of 16 bits.
+const LEAST_ACROSS: usize = 16;
 
 /// Bytes of sums that the threads of a block show each other at a time.
 const SHOWN: usize = 36 << 10;
@@ -54,8 +58,8 @@ struct Strip {
 }
 
 impl Strip {
-    /// How the lines of a convolution, or of the gradient of its input, are divided; none if they are not, because
-    /// neighbours in memory are not channels, or what a strip keeps would not fit into registers.
+    /// How the lines of a convolution, or of the gradient of its input, are divided into strips; none if they are
+    /// not, because neighbours in memory are not channels, or what a strip keeps would not fit into registers.
     fn new(convolution: &Convolution<'_>, gradient: bool) -> Option<Self> {
         let (x, y) = (&convolution.x, &convolution.y);
         let fits = vector(convolution) > 1 && x.is_channels_last() && y.is_channels_last();
@@ -75,6 +79,23 @@ impl Strip {
         });
         // What is read and written; of equals the longest.
         strips.min_by_key(|strip| strip.count * (strip.span + strip.places))
+    }
+
+    /// The constants that `strip.cuh` needs.
+    fn define(&self, template: &mut Template, convolution: &Convolution<'_>, gradient: bool) {
+        let [_, _, stride] = convolution.stride;
+        let hop = match gradient {
+            true => self.places / stride,
+            false => self.places * stride,
+        };
+        template
+            .ints([
+                ("STRIP", self.places),
+                ("COUNT", self.count),
+                ("SPAN", self.span),
+                ("HOP", hop),
+            ])
+            .constant("int", "FIRST", self.first);
     }
 
     /// The image `of` of strips in place of elements.
@@ -125,22 +146,20 @@ pub fn correlation(task: &Correlation<'_>) -> Option<KernelCode> {
         .strides('X', task.image)
         .bools([("GRADIENT", task.gradient)])
         .ints([("VECTOR", vector), ("OUT_PADDED", channels.next_multiple_of(4))]);
-    let (results, text) = match Strip::new(convolution, task.gradient) {
+    let (results, texts) = match Strip::new(convolution, task.gradient) {
         Some(strip) => {
+            strip.define(&mut template, convolution, task.gradient);
             template
                 .ints([
-                    ("STRIP", strip.places),
-                    ("SPAN", strip.span),
                     ("WIDTH", task.result.extents[2]),
                     ("LINES", if lines * row <= MOST_TAPS { lines } else { 1 }),
                 ])
-                .constant("int", "FIRST", strip.first)
                 .constant("Index", "STEP", task.result.places[2]);
-            (strip.image(task.result), DEPTHWISE_STRIPS)
+            (strip.image(task.result), [STRIP, DEPTHWISE_STRIPS])
         }
         None => {
             template.ints([("UNROLLED", if row <= LONGEST_ROW { row } else { 1 })]);
-            (task.result.clone(), DEPTHWISE)
+            (task.result.clone(), ["", DEPTHWISE])
         }
     };
     template.result(&results, results.is_channels_last());
@@ -154,7 +173,7 @@ pub fn correlation(task: &Correlation<'_>) -> Option<KernelCode> {
         (template.writes(), 0, Argument::value(task.result.base)),
     ];
     let blocks = results.elements().div_ceil(THREADS as usize * vector);
-    let main = template.launch(&[PLACE, SOURCE, text], blocks, operands)?;
+    let main = template.launch(&[PLACE, SOURCE, texts[0], texts[1]], blocks, operands)?;
     let mut code = KernelCode::launches([pack, main]);
     code.scratch = packed;
     Some(code)
@@ -188,7 +207,7 @@ pub fn weight(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode> {
     let (channels, taps) = (y.channels, convolution.taps());
     let vector = vector(convolution);
     let across = match x.is_channels_last() && y.is_channels_last() {
-        true => (channels / vector).next_power_of_two().min(32),
+        true => across(channels / vector),
         false => 1,
     };
     let lanes = THREADS as usize / across;
@@ -209,16 +228,15 @@ pub fn weight(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode> {
             ("CHANNEL_TILES", tiles),
         ])
         .constant("Index", "PARTS", parts);
-    let division = match Strip::new(convolution, false) {
-        Some(strip) => by_strips(&mut template, convolution, &strip, [tiles, lanes]),
-        None => by_pixels(&mut template, convolution, [tiles, lanes]),
-    };
+    let blocks = [tiles, lanes];
     let Division {
         piece,
         pieces,
         chunks: [count, share],
-        text,
-    } = division;
+        texts,
+        resident,
+    } = by_strips(&mut template, convolution, blocks)
+        .unwrap_or_else(|| by_pixels(&mut template, convolution, blocks));
     let together = SHOWN / (THREADS as usize * vector * convolution.sum_bytes());
     template.ints([
         ("PIECE", piece),
@@ -233,7 +251,9 @@ pub fn weight(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode> {
         (template.writes(), 0, Argument::value(out)),
         (template.sums_written(), 0, Argument::Scratch(0)),
     ];
-    let main = template.launch(&[DEPTHWISE_LANES, text], tiles * pieces * count, operands)?;
+    let texts = [DEPTHWISE_LANES, texts[0], texts[1]];
+    let mut main = template.launch(&texts, tiles * pieces * count, operands)?;
+    main.text.blocks = resident;
     if count == 1 {
         return Some(KernelCode::launches([main]));
     }
@@ -245,6 +265,14 @@ pub fn weight(convolution: &Convolution<'_>, out: Value) -> Option<KernelCode> {
     Some(code)
 }
 
+/// Neighbouring vectors of channels of a block, of `vectors`: as many as leave the fewest threads idle.
+fn across(vectors: usize) -> usize {
+    let threads = THREADS as usize;
+    let most = vectors.min(threads / 4);
+    let busy = |&across: &usize| vectors * (threads / across) * 1000 / vectors.div_ceil(across);
+    (vectors.min(LEAST_ACROSS)..=most).max_by_key(busy).unwrap_or(1)
+}
+
 /// How a weight's gradient is divided among blocks.
 struct Division {
     /// Taps of a block, and the number of such pieces of the window.
@@ -252,7 +280,9 @@ struct Division {
     pieces: usize,
     /// The number of chunks that the pixels or strips are divided into, and how many a chunk has.
     chunks: [usize; 2],
-    text: &'static str,
+    texts: [&'static str; 2],
+    /// See [`FunctionText::blocks`](crate::code::FunctionText::blocks).
+    resident: u32,
 }
 
 fn by_pixels(template: &mut Template, convolution: &Convolution<'_>, [tiles, lanes]: [usize; 2]) -> Division {
@@ -264,35 +294,33 @@ fn by_pixels(template: &mut Template, convolution: &Convolution<'_>, [tiles, lan
         piece,
         pieces,
         chunks: chunks(pixels, tiles * pieces, lanes),
-        text: DEPTHWISE_WEIGHT,
+        texts: ["", DEPTHWISE_WEIGHT],
+        resident: 0,
     }
 }
 
+/// None if images have no strips.
 fn by_strips(
     template: &mut Template,
     convolution: &Convolution<'_>,
-    strip: &Strip,
     [tiles, lanes]: [usize; 2],
-) -> Division {
+) -> Option<Division> {
+    let strip = Strip::new(convolution, false)?;
+    strip.define(template, convolution, false);
     let [depth, height, row] = convolution.window;
     let lines = (MOST_TAPS / row).clamp(1, depth * height);
     let pieces = (depth * height).div_ceil(lines);
     let strips = strip.image(&convolution.y).pixels();
-    // Two blocks fit on a multiprocessor; a few more than all would take twice as long.
+    // As many blocks as a device has at once: a few more would take twice as long.
     let most = strips.div_ceil(lanes * LEAST_STRIPS);
-    let wanted = (BLOCKS / (tiles * pieces)).clamp(1, most);
-    let share = strips.div_ceil(wanted);
-    template.ints([
-        ("STRIP", strip.places),
-        ("SPAN", strip.span),
-        ("STRIPS", strips),
-        ("STRIPS2", strip.count),
-        ("LINES", lines),
-    ]);
-    Division {
+    let share = strips.div_ceil((BLOCKS / (tiles * pieces)).clamp(1, most));
+    template.ints([("STRIPS", strips), ("LINES", lines)]);
+    Some(Division {
         piece: lines * row,
         pieces,
         chunks: [strips.div_ceil(share), share],
-        text: DEPTHWISE_WEIGHT_STRIPS,
-    }
+        texts: [STRIP, DEPTHWISE_WEIGHT_STRIPS],
+        // With a few registers more there would be one: 100 us become 138 (144 channels of 56 by 56).
+        resident: 2,
+    })
 }

@@ -10,7 +10,7 @@ inline Lane lane_of(unsigned block)
     own.channel = (block % CHANNEL_TILES * ACROSS + own.across) * VECTOR;
     block /= CHANNEL_TILES;
     own.piece = block % PIECES, own.chunk = block / PIECES;
-    own.is_mine = own.channel < CHANNELS;
+    own.is_mine = own.lane < LANES && own.channel < CHANNELS;
     return own;
 }
 
@@ -25,7 +25,7 @@ inline void add_lanes(const Lane& own, const R (&sum)[PIECE][VECTOR], O* __restr
         for (int t = 0; t < TOGETHER; t++) {
             #pragma unroll
             for (int j = 0; j < VECTOR; j++)
-                if (first + t < PIECE) lanes[own.lane][t][own.across * VECTOR + j] = sum[first + t][j];
+                if (own.lane < LANES && first + t < PIECE) lanes[own.lane][t][own.across * VECTOR + j] = sum[first + t][j];
         }
         __syncthreads();
         for (int at = threadIdx.x; at < TOGETHER * SIDE; at += THREADS) {

@@ -1,8 +1,6 @@
-// A convolution that filters each channel by itself, or the gradient of its input: a thread has `VECTOR` neighbouring channels of a strip, `STRIP`
-// places of a line. What a strip reads of a line of the image are `SPAN` elements, from `FIRST` behind the place that its own first one lies at: each
+// A convolution that filters each channel by itself, or the gradient of its input, by strips of the result: each element that a strip reads of a line
 // is read once, for all taps. Strips of gradients begin at multiples of the stride.
 
-struct alignas(sizeof(T) * VECTOR < 16 ? sizeof(T) * VECTOR : 16) Channels { T at[VECTOR]; };
 struct alignas(sizeof(O) * VECTOR < 16 ? sizeof(O) * VECTOR : 16) Results { O at[VECTOR]; };
 
 // Whether tap `k` of a line joins result `j` of a strip with an element, and which of those read that is.
@@ -18,7 +16,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
     if (number >= RESULTS) return;
     // The place of a strip among strips.
     Place y = place_of(number);
-    int begin = (GRADIENT ? y.at[2] * (STRIP / STRIDE2) : y.at[2] * (STRIP * STRIDE2)) + FIRST;
+    int begin = y.at[2] * HOP + FIRST;
     const T* x = image + y.image * X_IMAGE + y.channel * X_CHANNEL + begin * X2;
     const T* w = packed + y.channel;
     R sum[STRIP][VECTOR] = {};
@@ -27,15 +25,13 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
         #pragma unroll LINES
         for (int k1 = 0; k1 < WINDOW1; k1++) {
             int p1 = source(y.at[1], k1, STRIDE1, LOW1, DILATION1, IMAGE1);
-            bool is_inside = p0 >= 0 && p1 >= 0;
-            const T* line = x + p0 * X0 + p1 * X1;
+            Channels line[SPAN];
+            read_line(line, x + p0 * X0 + p1 * X1, begin, p0 >= 0 && p1 >= 0);
             R pixel[SPAN][VECTOR];
             #pragma unroll
             for (int s = 0; s < SPAN; s++) {
-                Channels from = {};
-                if (is_inside && (unsigned)(begin + s) < IMAGE2) from = *(const Channels*)(line + s * X2);
                 #pragma unroll
-                for (int c = 0; c < VECTOR; c++) pixel[s][c] = widen(from.at[c]);
+                for (int c = 0; c < VECTOR; c++) pixel[s][c] = widen(line[s].at[c]);
             }
             #pragma unroll
             for (int k2 = 0; k2 < WINDOW2; k2++) {
@@ -52,7 +48,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
     O* to = result + result_at(y);
     #pragma unroll
     for (int j = 0; j < STRIP; j++) {
-        if (y.at[2] * STRIP + j >= WIDTH) continue;
+        if (WIDTH % STRIP != 0 && y.at[2] * STRIP + j >= WIDTH) continue;
         Results row;
         #pragma unroll
         for (int c = 0; c < VECTOR; c++) row.at[c] = narrow(sum[j][c]);
