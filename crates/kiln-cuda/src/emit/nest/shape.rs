@@ -20,6 +20,9 @@ const LONGEST: i64 = 128;
 /// what it has.
 const KEPT: i64 = 288;
 
+/// The same in a thread of a warp that has a row by itself, and no thread idle.
+const KEPT_BY_WARP: i64 = 320;
+
 /// Threads of a row of which a multiprocessor has one block if each thread keeps more than half of [`KEPT`].
 /// All wait for the row's statistics, so a second block is worth more than what values cost that are computed
 /// again.
@@ -73,6 +76,11 @@ impl Shape {
             false if self.late && self.unrolled => (512 / self.threads) as u32,
             false => 0,
         }
+    }
+
+    /// Whether all threads of a row have as many items.
+    pub(super) fn is_even(&self) -> bool {
+        self.items % self.group == 0
     }
 
     /// Whether some threads may be without a row.
@@ -241,8 +249,12 @@ fn fits(space: &Space, lates: &[Late], group: i64, kept: i64) -> bool {
     let each = kept + columns.map(|late| late.dtype.size() as i64).sum::<i64>();
     let items = space.loops.row_length() / space.width;
     let turns = ceil(items, group);
-    // A thread of a large block has fewer registers.
-    let most = if group >= 1024 { KEPT / 2 } else { KEPT };
+    let most = match group {
+        32 if items % 32 == 0 => KEPT_BY_WARP,
+        // A thread of a large block has fewer registers.
+        1024.. => KEPT / 2,
+        _ => KEPT,
+    };
     let shared = items * space.width * column_bytes(lates);
     turns <= TURNS && turns * space.width * each <= most && shared <= SHARED
 }
