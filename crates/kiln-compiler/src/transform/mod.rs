@@ -8,6 +8,7 @@ pub mod autocast;
 pub mod channels;
 pub mod indices;
 pub mod log_softmax;
+pub mod patches;
 pub mod pattern;
 pub mod pools;
 mod relu;
@@ -36,6 +37,7 @@ const PASSES: &[Pass] = &[
     ("slices", |graph, _| slices::slices(graph)),
     ("pools", |graph, _| pools::pools(graph)),
     ("indices", |graph, _| indices::indices(graph)),
+    ("patches", |graph, _| patches::patches(graph)),
     // Several values may be one by now, and rewrites leave transposes behind.
     ("simplify again", |graph, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.
