@@ -348,6 +348,31 @@ fn late_sums_beside_rows() {
     }
 }
 
+/// Rows of which a thread would have too much with eight neighbours at a time, in warps of which a quarter
+/// would be idle.
+#[test]
+fn a_warp_has_a_row_by_fours() {
+    let (narrow, whole, row, column) = ("bf16[4400,384]", "f32[4400,384]", "f32[4400]", "f32[384]");
+    let mut batch = Batch::default();
+    batch.add(
+        &format!(
+            "%x = parameter P : {whole}\n%dy = parameter P : {whole}\n%g = parameter P : {column}\n\
+             %r16 = parameter P : {narrow}\n%r = cast %r16 : {whole}\n%gg = broadcast %g {{dims=[1]}} : {whole}\n\
+             %d = mul %dy, %gg : {whole}\n%p = mul %d, %x : {whole}\n%s = reduce sum %p {{axes=[1]}} : {row}\n\
+             %ss = broadcast %s {{dims=[0]}} : {whole}\n%sx = mul %ss, %x : {whole}\n%e = sub %d, %sx : {whole}\n\
+             %f = add %e, %r : {whole}\n%q = mul %dy, %x : {whole}\n%dg = reduce sum %q {{axes=[0]}} : {column}\n\
+             %db = reduce sum %dy {{axes=[0]}} : {column}\n%dr = reduce sum %r {{axes=[0]}} : {column}"
+        ),
+        &["%f", "%dg", "%db", "%dr"],
+    );
+    let step = Differential::new(&parse(&batch.text())).compile().unwrap();
+    let text = &step.code.functions[0].text.body;
+    assert!(text.contains("kiln_group<kiln_by_sum, 32>"), "{text}");
+    assert!(text.contains("kiln_lanes<kiln_bf16, 4>"), "{text}");
+    batch.check();
+    batch.compile();
+}
+
 #[test]
 fn sums_of_everything() {
     for dtype in FLOATS {

@@ -1,16 +1,16 @@
 //! Indices of max pooling in 16 bits.
 //!
-//! A program's integers have 32 bits or 64, and a pooling's indices count the elements of a plane. Where nothing
-//! but gradients of poolings reads them, and a plane has at most 65,536 elements, 16 bits hold each: they are
-//! kept for the backward pass, written once and read once.
+//! A program's integers have 32 bits or 64, and a pooling's indices count the elements of a plane. Where
+//! nothing but gradients of poolings reads them, and a plane has at most 65,536 elements, 16 bits hold each:
+//! they are kept for the backward pass, written once and read once.
 //!
 //! ```text
-//! %p, %i = max_pool_with_indices %x : .., i32[8,64,56,56]    ─►    %p, %i = max_pool_with_indices %x : .., u16[8,64,56,56]
-//! %dx = max_pool_grad %dp, %i                                      %dx = max_pool_grad %dp, %i
+//! %p, %i = max_pool_with_indices %x          %i i32[8,64,56,56]  ─►  u16[8,64,56,56]
+//! %dx = max_pool_grad %dp, %i
 //! ```
 //!
-//! Not 8 bits: of a network's poolings only the last, small ones would be served, and pictures of several sizes
-//! share compiled steps as long as they have the same types.
+//! Not 8 bits: of a network's poolings only the last, small ones would be served, and pictures of several
+//! sizes share compiled steps as long as they have the same types.
 
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Node, NodeData, Rewriter, TypeError, Users};
@@ -58,7 +58,8 @@ fn narrowed(graph: &Graph, users: &Users, data: &NodeData) -> Option<Op> {
 mod tests {
     use super::*;
 
-    /// A pooling of `i32` indices and its gradient over planes of these extents, with `more` nodes and `results`.
+    /// A pooling of `i32` indices and its gradient over planes of these extents, with `more` nodes and
+    /// `results`.
     fn graph([height, width]: [usize; 2], more: &str, results: &str) -> Graph {
         let (y, x) = (height / 2, width / 2);
         let text = format!(

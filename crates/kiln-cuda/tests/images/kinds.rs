@@ -364,6 +364,42 @@ fn channels_by_themselves_in_strips() {
     });
 }
 
+/// Drawn windows, strides, gaps and paddings, many of which leave elements out or meet padding alone.
+#[test]
+fn drawn_convolutions_of_channels_by_themselves() {
+    let mut state = 17u64;
+    let mut draw = |least: usize, most: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        least + (state >> 33) as usize % (most - least + 1)
+    };
+    let mut items = Vec::new();
+    while items.len() < 12 {
+        let mut pair = |least: usize, most: [usize; 2]| -> &'static [usize] {
+            Box::leak(Box::new(most.map(|most| draw(least, most))))
+        };
+        let (window, dilation, stride) = (pair(1, [5, 7]), pair(1, [2, 3]), pair(1, [3, 4]));
+        let (low, high, input) = (pair(0, [3, 4]), pair(0, [3, 4]), pair(1, [14, 30]));
+        let reach = |axis: usize| (window[axis] - 1) * dilation[axis];
+        if (0..2).any(|axis| input[axis] + low[axis] + high[axis] <= reach(axis)) {
+            continue;
+        }
+        let channels = 4 * draw(1, 20);
+        let convolution = Convolution {
+            images: draw(1, 3),
+            stride,
+            low,
+            high,
+            dilation,
+            ..square(1, [channels; 2], channels, input, window)
+        };
+        items.push((convolution, ["f32", "f16", "bf16"][items.len() % 3]));
+    }
+    each(&items, |&(convolution, dtype)| {
+        let graph = convolution.graph(dtype, true);
+        check(&graph, &format!("a drawn convolution of {dtype}"));
+    });
+}
+
 #[test]
 fn channels_by_themselves_in_strips_on_a_gpu() {
     if common::gpu().is_none() {

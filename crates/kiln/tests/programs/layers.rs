@@ -14,10 +14,11 @@ use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, Transf
 use burn::nn::{
     BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Embedding, EmbeddingConfig, GaussianNoiseConfig,
     GroupNorm, GroupNormConfig, Gru, GruConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig, Lstm,
-    LstmConfig, LstmState, PRelu, PReluConfig, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
+    LstmConfig, LstmState, PRelu, PReluConfig, PaddingConfig2d, RmsNorm, RmsNormConfig, RotaryEncodingConfig,
 };
 use burn::tensor::activation::{gelu, log_softmax, relu, softmax};
 use burn::tensor::backend::Backend;
+use burn::tensor::module::max_pool2d_with_indices;
 use burn::tensor::{Distribution, Tensor};
 
 use crate::models::*;
@@ -49,6 +50,7 @@ programs! {
     an_lstm_without_state_at_first => Any,
     a_gru => Replayed,
     a_convolutional_network => Replayed,
+    patches_and_the_places_of_largest_elements => Replayed,
     convolutions_of_sequences => Replayed,
     a_transposed_convolution => Replayed,
     weights_drawn_in_the_first_call => Replayed,
@@ -438,6 +440,36 @@ fn a_convolutional_network(p: &Program) {
     );
     for call in 0..CALLS {
         step.step(LR, (p.waves(call, [2, 2, 6, 6]), p.indices(call, [2], CLASSES)));
+    }
+}
+
+#[derive(Module, Debug)]
+struct Patches<B: Backend> {
+    cut: Conv2d<B>,
+    each: Conv2d<B>,
+}
+
+/// A convolution that steps by its own window, one that filters each channel by itself, and a pooling whose
+/// indices the program looks at beside its gradient, and one whose it does not.
+fn patches_and_the_places_of_largest_elements(p: &Program) {
+    let device = p.device();
+    let model = drawn(Patches {
+        cut: Conv2dConfig::new([3, 8], [2, 3])
+            .with_stride([2, 3])
+            .init(&device),
+        each: Conv2dConfig::new([8, 8], [3, 3])
+            .with_groups(8)
+            .with_padding(PaddingConfig2d::Explicit(1, 1, 1, 1))
+            .init(&device),
+    });
+    let pool = MaxPool2dConfig::new([2, 2]).init();
+    let mut step = p.train(model, momentum(), |model: &Patches<B>, x: T4| {
+        let x = relu(model.each.forward(model.cut.forward(x)));
+        let (largest, places) = max_pool2d_with_indices(x, [2, 2], [1, 1], [0, 0], [1, 1], false);
+        (energy(pool.forward(largest)), places.float())
+    });
+    for call in 0..CALLS {
+        step.step(LR, p.waves(call, [2, 3, 8, 15]));
     }
 }
 

@@ -1,9 +1,9 @@
 //! Convolutions that filter each channel by itself.
 //!
-//! Where channels are neighbours in memory, a thread has a *strip*: some neighbouring places of a line, for which
-//! it reads each element of the image once per line of the window. One place a thread reads each element once per
-//! tap, and waits for it as often: at 14 by 14 places of 384 channels (128 images, bf16, H100) gradients took three
-//! and six times what their bytes take.
+//! Where channels are neighbours in memory, a thread has a *strip*: some neighbouring places of a line, for
+//! which it reads each element of the image once per line of the window. One place a thread reads each
+//! element once per tap, and waits for it as often: at 14 by 14 places of 384 channels (128 images, bf16,
+//! H100) gradients took three and six times what their bytes take.
 
 use kiln_graph::Value;
 
@@ -40,7 +40,8 @@ const LONGEST_SPAN: usize = 12;
 /// The fewest strips of a lane: fewer are not worth another pass over the weight.
 const LEAST_STRIPS: usize = 4;
 
-/// The fewest neighbouring vectors of channels of a block that has several tiles of them: 128 bytes of 16 bits.
+/// The fewest neighbouring vectors of channels of a block that has several tiles of them: 128 bytes of 16
+/// bits.
 const LEAST_ACROSS: usize = 16;
 
 /// Bytes of sums that the threads of a block show each other at a time.
@@ -51,15 +52,16 @@ struct Strip {
     places: usize,
     /// Strips of a line.
     count: usize,
-    /// The elements of a line of the image that it reads: the first, behind the place that its own first lies at,
-    /// and how many.
+    /// The elements of a line of the image that it reads: the first, behind the place that its own first lies
+    /// at, and how many.
     first: i64,
     span: usize,
 }
 
 impl Strip {
-    /// How the lines of a convolution, or of the gradient of its input, are divided into strips; none if they are
-    /// not, because neighbours in memory are not channels, or what a strip keeps would not fit into registers.
+    /// How the lines of a convolution, or of the gradient of its input, are divided into strips; none if they
+    /// are not, because neighbours in memory are not channels, or what a strip keeps would not fit into
+    /// registers.
     fn new(convolution: &Convolution<'_>, gradient: bool) -> Option<Self> {
         let (x, y) = (&convolution.x, &convolution.y);
         let fits = vector(convolution) > 1 && x.is_channels_last() && y.is_channels_last();
