@@ -337,7 +337,7 @@ fn in_strips() -> Vec<(&'static str, Convolution)> {
             "even windows",
             padded(&[2, 0], &[1, 1], of(20, &[17, 6], &[4, 2])),
         ),
-        ("chunks", padded(&[1, 1], &[1, 1], of(128, &[20, 9], &[3, 3]))),
+        ("chunks", padded(&[1, 1], &[1, 1], of(128, &[300, 9], &[3, 3]))),
     ]
 }
 
@@ -359,6 +359,9 @@ fn channels_by_themselves_in_strips() {
         };
         assert_eq!(has("constexpr int STRIP ="), 3, "{what}");
         assert_eq!(has("constexpr int STRIPS ="), 1, "{what}");
+        // Several threads add the chunks of an element.
+        let joined = has("constexpr int CHUNKS = 38;\nconstexpr int LANES = 4;");
+        assert_eq!(joined, usize::from(what == "chunks"), "{what}");
         assert_eq!(has("constexpr int CHUNKS = 1;") == 0, what == "chunks", "{what}");
         check(&graph, &format!("{what}, {dtype}"));
     });

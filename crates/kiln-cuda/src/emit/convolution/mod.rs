@@ -255,8 +255,14 @@ fn join(
     at: usize,
     out: Value,
 ) -> Option<Launch> {
+    // Many results keep the device busy by themselves; neighbouring threads read sectors of 32 bytes.
+    let threads = THREADS as usize;
+    let lanes = match parts.div_ceil(threads) {
+        ..tile::BLOCKS => (chunks / 8).next_power_of_two().clamp(1, threads / 8),
+        _ => 1,
+    };
     template
-        .ints([("CHUNKS", chunks)])
+        .ints([("CHUNKS", chunks), ("LANES", lanes)])
         .constant("Index", "PARTS", parts);
     let operands = vec![
         (template.sums(), 0, Argument::Scratch(at)),
@@ -264,5 +270,5 @@ fn join(
     ];
     let join = include_str!("../../kernels/cuda/convolution/join.cuh");
     let templates: Vec<&str> = place.iter().copied().chain([join]).collect();
-    template.launch(&templates, parts.div_ceil(THREADS as usize), operands)
+    template.launch(&templates, parts.div_ceil(threads / lanes), operands)
 }
