@@ -25,14 +25,8 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
         #pragma unroll LINES
         for (int k1 = 0; k1 < WINDOW1; k1++) {
             int p1 = source(y.at[1], k1, STRIDE1, LOW1, DILATION1, IMAGE1);
-            Channels line[SPAN];
-            read_line(line, x + p0 * X0 + p1 * X1, begin, p0 >= 0 && p1 >= 0);
             R pixel[SPAN][VECTOR];
-            #pragma unroll
-            for (int s = 0; s < SPAN; s++) {
-                #pragma unroll
-                for (int c = 0; c < VECTOR; c++) pixel[s][c] = widen(line[s].at[c]);
-            }
+            read_line(pixel, x + p0 * X0 + p1 * X1, begin, p0 >= 0 && p1 >= 0);
             #pragma unroll
             for (int k2 = 0; k2 < WINDOW2; k2++) {
                 Channels tap = *(const Channels*)(w + ((k0 * WINDOW1 + k1) * WINDOW2 + k2) * OUT_PADDED);

@@ -28,14 +28,8 @@ inline void run(const T* __restrict__ image, const T* __restrict__ gradient, O* 
         for (int l = 0; l < LINES; l++) {
             int k0 = (first_line + l) / WINDOW1, k1 = (first_line + l) % WINDOW1;
             int p0 = o0 * STRIDE0 - LOW0 + k0 * DILATION0, p1 = o1 * STRIDE1 - LOW1 + k1 * DILATION1;
-            Channels line[SPAN];
-            read_line(line, x + p0 * X0 + p1 * X1, begin, k0 < WINDOW0 && (unsigned)p0 < IMAGE0 && (unsigned)p1 < IMAGE1);
             R pixel[SPAN][VECTOR];
-            #pragma unroll
-            for (int s = 0; s < SPAN; s++) {
-                #pragma unroll
-                for (int c = 0; c < VECTOR; c++) pixel[s][c] = widen(line[s].at[c]);
-            }
+            read_line(pixel, x + p0 * X0 + p1 * X1, begin, k0 < WINDOW0 && (unsigned)p0 < IMAGE0 && (unsigned)p1 < IMAGE1);
             #pragma unroll
             for (int k2 = 0; k2 < WINDOW2; k2++) {
                 #pragma unroll

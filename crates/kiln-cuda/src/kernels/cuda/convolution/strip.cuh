@@ -12,11 +12,13 @@ inline bool is_inside(int begin, int s)
 
 // Reads the elements from `begin`, the first of which `from` points to; zeros outside of the image, of which the line is no part if `is_line` is not
 // set.
-inline void read_line(Channels (&line)[SPAN], const T* __restrict__ from, int begin, bool is_line)
+inline void read_line(R (&pixel)[SPAN][VECTOR], const T* __restrict__ from, int begin, bool is_line)
 {
     #pragma unroll
     for (int s = 0; s < SPAN; s++) {
-        line[s] = {};
-        if (is_line && is_inside(begin, s)) line[s] = *(const Channels*)(from + s * X2);
+        Channels channels = {};
+        if (is_line && is_inside(begin, s)) channels = *(const Channels*)(from + s * X2);
+        #pragma unroll
+        for (int c = 0; c < VECTOR; c++) pixel[s][c] = widen(channels.at[c]);
     }
 }
