@@ -16,8 +16,8 @@
 //! the convolution took 102 us and its gradient 87 (bf16, H100), where copies take 34 and products 49. Images
 //! of more channels stay: their convolutions read them where they are.
 
-use kiln_graph::op::{ConvDims, Dims, DotDims, Op};
-use kiln_graph::{Graph, NodeData, Provenance, Rewriter, Shape, TypeError, Value};
+use kiln_graph::op::{Dims, DotDims, Op};
+use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, TypeError, Value};
 
 /// The most channels of a picture.
 const CHANNELS: usize = 4;
@@ -53,7 +53,8 @@ struct Patches {
     /// Extents of a window, and how many there are along each dimension.
     window: Dims,
     places: Dims,
-    conv: ConvDims,
+    /// See [`DotDims::result`].
+    result: Option<DType>,
 }
 
 impl Patches {
@@ -78,7 +79,7 @@ impl Patches {
         };
         let fits = conv.groups == 1
             && conv.stride == window
-            && !is_one(&window)
+            && !data.op.is_pixelwise(graph.shape(data.inputs[1]))
             && is_zero(&conv.pad_low)
             && is_zero(&conv.pad_high)
             && is_one(&conv.dilation)
@@ -95,7 +96,7 @@ impl Patches {
                 .map(|(extent, window)| extent / window)
                 .collect(),
             window,
-            conv: conv.clone(),
+            result: conv.result,
         })
     }
 
@@ -119,19 +120,9 @@ impl Patches {
         let places = (0..count).map(|axis| 2 + 2 * axis);
         let window = (0..count).map(|axis| 3 + 2 * axis);
         let order: Dims = [0].into_iter().chain(places).chain([1]).chain(window).collect();
-        let apart = graph.add(Op::Reshape(Shape::new(apart)), &[x], p)?;
-        let turned = graph.add(Op::Transpose(order), &[apart], p)?;
-        self.reshape(graph, turned, &[self.rows(), self.depth()], p)
-    }
-
-    fn reshape(
-        &self,
-        graph: &mut Graph,
-        x: Value,
-        shape: &[usize],
-        p: &Provenance,
-    ) -> Result<Value, TypeError> {
-        graph.add(Op::Reshape(Shape::from(shape)), &[x], p)
+        let apart = graph.reshape(x, &apart[..], p)?;
+        let turned = graph.transpose(apart, &order, p)?;
+        graph.reshape(turned, [self.rows(), self.depth()], p)
     }
 
     /// The product of two matrices whose dimensions `contract` are summed over.
@@ -146,7 +137,7 @@ impl Patches {
         let dims = DotDims {
             a_contract: a,
             b_contract: b,
-            result: self.conv.result,
+            result: self.result,
             ..DotDims::default()
         };
         graph.add(Op::DotGeneral(dims), &of, p)
@@ -160,14 +151,14 @@ impl Patches {
         p: &Provenance,
     ) -> Result<Value, TypeError> {
         let patches = self.matrix(graph, x, p)?;
-        let weight = self.reshape(graph, weight, &[self.out, self.depth()], p)?;
+        let weight = graph.reshape(weight, [self.out, self.depth()], p)?;
         let product = self.product(graph, [patches, weight], [1, 1], p)?;
         let mut shape = Dims::from_slice(&[self.pictures]);
         shape.extend(self.places.iter().copied().chain([self.out]));
-        let result = self.reshape(graph, product, &shape, p)?;
+        let result = graph.reshape(product, &shape[..], p)?;
         let places = 1..=self.places.len();
         let order: Dims = [0, self.places.len() + 1].into_iter().chain(places).collect();
-        graph.add(Op::Transpose(order), &[result], p)
+        graph.transpose(result, &order, p)
     }
 
     fn weight_gradient(
@@ -179,13 +170,13 @@ impl Patches {
     ) -> Result<Value, TypeError> {
         let places = (0..self.places.len()).map(|axis| 2 + axis);
         let order: Dims = [0].into_iter().chain(places).chain([1]).collect();
-        let turned = graph.add(Op::Transpose(order), &[dy], p)?;
-        let rows = self.reshape(graph, turned, &[self.rows(), self.out], p)?;
+        let turned = graph.transpose(dy, &order, p)?;
+        let rows = graph.reshape(turned, [self.rows(), self.out], p)?;
         let patches = self.matrix(graph, x, p)?;
         let product = self.product(graph, [rows, patches], [0, 0], p)?;
         let mut shape = Dims::from_slice(&[self.out, self.channels]);
         shape.extend(self.window.iter().copied());
-        self.reshape(graph, product, &shape, p)
+        graph.reshape(product, &shape[..], p)
     }
 }
 

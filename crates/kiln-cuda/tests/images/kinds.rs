@@ -2,6 +2,7 @@
 
 use kiln_cuda::execute::Gpu;
 use kiln_cuda::testing::host::Differential;
+use kiln_graph::testing::Rng;
 
 use crate::common;
 use crate::compare::{on_gpu, ways};
@@ -370,11 +371,8 @@ fn channels_by_themselves_in_strips() {
 /// Drawn windows, strides, gaps and paddings, many of which leave elements out or meet padding alone.
 #[test]
 fn drawn_convolutions_of_channels_by_themselves() {
-    let mut state = 17u64;
-    let mut draw = |least: usize, most: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-        least + (state >> 33) as usize % (most - least + 1)
-    };
+    let mut rng = Rng::new(17);
+    let mut draw = |least: usize, most: usize| least + rng.below((most - least + 1) as u64) as usize;
     let mut items = Vec::new();
     while items.len() < 12 {
         let mut pair = |least: usize, most: [usize; 2]| -> &'static [usize] {

@@ -9,6 +9,7 @@ mod scatter;
 
 use kiln_compiler::schedule::Kernel;
 use kiln_graph::op::{Op, Window};
+use kiln_graph::range::Range;
 use kiln_graph::{DType, Graph, Node, Value};
 
 use super::expressions::memory_type;
@@ -143,10 +144,9 @@ impl Pool {
     /// Whether indices say which window they are of: every window has an element that is no padding, and no
     /// index wrapped.
     fn is_covered(&self, window: &Window) -> bool {
-        let bits = self.indices.as_ref().map_or(0, |(_, dtype)| {
-            8 * dtype.size() as u32 - u32::from(dtype.is_signed_int())
-        });
-        if self.result.plane() as u128 > 1 << bits {
+        let plane = self.result.plane() as i128;
+        let holds = |dtype: DType| matches!(Range::of(dtype), Some(Range::Int(_, most)) if plane <= most + 1);
+        if !self.indices.as_ref().is_some_and(|(_, dtype)| holds(*dtype)) {
             return false;
         }
         let (from, to) = (self.result.extents, self.image.extents);
