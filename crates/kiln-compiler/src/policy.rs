@@ -53,6 +53,10 @@ pub struct Policy {
     pub epilogue_types: &'static [DType],
     /// Most other tensors of the result's size that such a nest reads.
     pub epilogue_streams: usize,
+    /// The same of a nest that sums up columns of the result, too; none where no template keeps sums.
+    pub epilogue_sums: Option<usize>,
+    /// Whether convolutions of single pixels, channels-last, are products of that template.
+    pub epilogue_pixels: bool,
     /// Fewest elements of such a result.
     pub epilogue_elements: usize,
     /// What columns, and distances between rows in memory, of such a product are multiples of.

@@ -30,7 +30,7 @@ mod search;
 mod write;
 
 use kiln_graph::op::{DotDims, Op};
-use kiln_graph::{Graph, Node, TypeError, Value};
+use kiln_graph::{Graph, Node, NodeData, TypeError, Value};
 
 use crate::options::Options;
 use crate::policy::Policy;
@@ -105,6 +105,19 @@ pub fn read_in_pieces(graph: &Graph, policy: &Policy, node: Node) -> Option<Cut>
         && graph.ty(data.outputs[0]).numel() >= policy.epilogue_elements.max(1)
         && pieces.all(|&piece| graph.shape(piece)[axis] > 0 && graph.shape(piece)[axis].is_multiple_of(unit));
     fits.then_some(cut)
+}
+
+/// Whether `data` is a convolution of single pixels, each in its own place, or the gradient of such a
+/// convolution's input: a product of all pixels by the weight.
+pub fn is_of_pixels(graph: &Graph, data: &NodeData) -> bool {
+    let (Op::Conv(conv) | Op::ConvInputGrad { conv, .. }) = &data.op else {
+        return false;
+    };
+    let mut pads = conv.pad_low.iter().chain(&conv.pad_high);
+    conv.groups == 1
+        && conv.stride.iter().all(|&stride| stride == 1)
+        && pads.all(|&pad| pad == 0)
+        && data.op.is_pixelwise(graph.shape(data.inputs[1]))
 }
 
 /// The stored values, and windows on such, that operand `operand` of a product consists of.

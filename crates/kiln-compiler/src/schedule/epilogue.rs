@@ -2,19 +2,23 @@
 //!
 //! A nest may follow a contraction inside its kernel if it runs over exactly the elements of the result,
 //! with one point for each, and every point needs that one element only. Bias, activation and its gradient,
-//! residual and dropout are like that. Reductions are not: no tile holds a whole row, and sums over rows
-//! would have to be kept for each panel of rows.
+//! residual and dropout are like that. Reductions of rows are not: no tile holds a whole row. Those of
+//! columns, such as statistics of channels and gradients of biases, have to be kept from tile to tile, which
+//! some templates do ([`Policy::epilogue_sums`]).
+//!
+//! Contractions are products of matrices and, for some templates, convolutions of single pixels
+//! ([`products::is_of_pixels`]): all pixels by the weight, channels-last.
 //!
 //! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`]
 //! rewrites a nest from its variables to those.
 
 use kiln_graph::op::{DotDims, Op};
-use kiln_graph::{Graph, Node, Value};
+use kiln_graph::{Graph, Node, NodeData, Value};
 
 use super::access::{self, Side, Strided, side_of, strided};
 use super::buffer::Buffer;
-use super::layout::{position, strides};
-use super::nest::{Nest, bijective, vars};
+use super::layout::{join, position, strides};
+use super::nest::{Nest, Store, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
 use crate::policy::Policy;
 use crate::products;
@@ -50,6 +54,30 @@ impl ResultFrame {
             .add(&var(ROW).scale(extents[2]))
             .add(&var(COL));
         Self { extents, position }
+    }
+
+    /// The frame of a convolution of single pixels: one matrix of pixels by channels.
+    pub fn pixels(shape: &[usize]) -> Self {
+        let (images, channels) = (shape[0] as i64, shape[1] as i64);
+        let places = shape[2..].iter().product::<usize>() as i64;
+        let extents = vec![1, images * places, channels];
+        let pixel = Index::var(ROW, extents[1]);
+        let position = pixel
+            .div(places)
+            .scale(channels * places)
+            .add(&Index::var(COL, channels).scale(places))
+            .add(&pixel.rem(places));
+        Self { extents, position }
+    }
+
+    /// The frame of `value`; none if no contraction with a frame makes it.
+    pub fn of(graph: &Graph, value: Value) -> Option<Self> {
+        let data = graph.def(value);
+        match &data.op {
+            Op::DotGeneral(dims) => Some(Self::product(graph, value, dims)),
+            _ if products::is_of_pixels(graph, data) => Some(Self::pixels(graph.shape(value))),
+            _ => None,
+        }
     }
 
     /// `nest`, which reads or makes `value` at `index`, over the variables of this frame.
@@ -97,11 +125,19 @@ pub fn has_template(
     let data = graph.node(node);
     let out = data.outputs[0];
     let takes = |value: Value| policy.epilogue_types.contains(&graph.dtype(value));
-    if !matches!(data.op, Op::DotGeneral(_))
-        || !takes(out)
-        || graph.ty(out).numel() < policy.epilogue_elements.max(1)
-    {
+    if !takes(out) || graph.ty(out).numel() < policy.epilogue_elements.max(1) {
         return false;
+    }
+    match data.op {
+        Op::DotGeneral(_) => {}
+        _ => {
+            return policy.epilogue_pixels
+                && products::is_of_pixels(graph, data)
+                && data.inputs.iter().all(|&value| takes(value))
+                && [out, data.inputs[0]]
+                    .iter()
+                    .all(|&image| lies_by_pixels(graph, policy, nest, image, stop));
+        }
     }
     let cut = products::read_in_pieces(graph, policy, node);
     let mut operands = (0..data.inputs.len()).flat_map(|operand| {
@@ -139,6 +175,34 @@ fn is_aligned(side: &Side, window: &Strided, operand: usize, policy: &Policy) ->
             && (operand == 0 || free.0.is_multiple_of(unit))
 }
 
+/// Whether an image is as [`Policy::epilogue_unit`] wants it: one matrix of pixels by channels.
+fn lies_by_pixels(
+    graph: &Graph,
+    policy: &Policy,
+    nest: &Nest,
+    image: Value,
+    stop: &dyn Fn(Value) -> bool,
+) -> bool {
+    let shape = graph.shape(image);
+    let stored = Strided {
+        base: image,
+        offset: 0,
+        strides: strides(shape, nest.layouts.get(&image)),
+    };
+    let window = strided(graph, &nest.layouts, image, stop).unwrap_or(stored);
+    let unit = policy.epilogue_unit;
+    let pixels: Vec<usize> = (0..shape.rank()).filter(|&axis| axis != 1).collect();
+    let (extents, distances): (Vec<usize>, Vec<i64>) = pixels
+        .iter()
+        .map(|&axis| (shape[axis], window.strides[axis]))
+        .unzip();
+    let whole = |distance: i64| distance.unsigned_abs().is_multiple_of(unit as u64);
+    shape[1].is_multiple_of(unit)
+        && (window.strides[1] == 1 || shape[1] == 1)
+        && whole(window.offset)
+        && join(&extents, &distances).is_some_and(|(_, pixel)| whole(pixel))
+}
+
 /// Whether `nest` may follow the contraction that makes `value`, which it reads at `index`.
 pub fn fits(
     graph: &Graph,
@@ -148,16 +212,31 @@ pub fn fits(
     index: &[Index],
     stored: bool,
 ) -> bool {
-    let Op::DotGeneral(dims) = &graph.def(value).op else {
+    let Some(frame) = ResultFrame::of(graph, value) else {
         return false;
     };
     if nest.members.is_empty() || vars(index) != nest.all() || !bijective(index, graph.shape(value)) {
         return false;
     }
-    let reduces = |node: &Node| matches!(graph.node(*node).op, Op::Reduce { .. });
+    let (late, stored_by_point): (Vec<&Store>, Vec<&Store>) = nest
+        .stores
+        .iter()
+        .partition(|store| nest.late.contains(&store.value));
     // Only nests with a split store values once for each row.
-    let complete = nest.stores.iter().all(|store| vars(&store.index) == nest.all());
-    if nest.members.iter().any(reduces) || !complete {
+    let complete = stored_by_point
+        .iter()
+        .all(|store| vars(&store.index) == nest.all());
+    let reductions = nest.members.iter().map(|&node| graph.node(node));
+    let mut reductions = reductions.filter(|data| matches!(data.op, Op::Reduce { .. }));
+    let of_columns = |data: &NodeData| {
+        let [result] = data.outputs[..] else { return false };
+        nest.late.contains(&result)
+            && late.iter().filter(|store| store.value == result).count() == 1
+            && nest
+                .split
+                .is_some_and(|split| vars(&nest.maps[&result]) == split.cols)
+    };
+    if !complete || !reductions.all(of_columns) {
         return false;
     }
     // An epilogue saves writing and reading the result. But it reads its other operands in pieces of rows,
@@ -169,15 +248,22 @@ pub fn fits(
         .iter()
         .filter(|(used, _)| *used != value && whole(*used))
         .count();
-    if streams > policy.epilogue_streams {
+    let most = match nest.late.is_empty() {
+        true => Some(policy.epilogue_streams),
+        false => policy.epilogue_sums,
+    };
+    if most.is_none_or(|most| streams > most) {
         return false;
     }
     let mut nest = nest.clone();
     if stored {
         nest.add_store(graph, value, index.to_vec());
     }
-    let frame = ResultFrame::product(graph, value, dims);
     let placed = frame.place(graph, &nest, value, index);
+    let sums_columns = |&late: &Value| vars(&placed.maps[&late]) == bit(COL);
+    if !placed.late.iter().all(sums_columns) {
+        return false;
+    }
     let along: &[Var] = if policy.epilogue_turned {
         &[COL, ROW]
     } else {

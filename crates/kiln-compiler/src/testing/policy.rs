@@ -25,6 +25,8 @@ pub const POLICY: Policy = Policy {
     image_operations: 12,
     epilogue_types: &[DType::F32],
     epilogue_streams: 2,
+    epilogue_sums: None,
+    epilogue_pixels: false,
     epilogue_elements: 0,
     epilogue_unit: 1,
     epilogue_joined: false,

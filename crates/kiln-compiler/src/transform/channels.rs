@@ -30,6 +30,10 @@
 //! the rounding of the sums: one element alone is a deviation or three away from the mean, and in images
 //! with outliers many deviations. Samples are taken relative to one of them, so that a channel of equal
 //! elements has a variance of zero.
+//!
+//! Where a convolution of single pixels makes `x` and its template sums up what it stores
+//! ([`Policy::epilogue_sums`]), `s` must be known before `x` is: the samples are then those of the
+//! convolution's own image, and `s` is the convolution of their mean.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -37,13 +41,18 @@ use smallvec::SmallVec;
 use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Node, NodeData, Provenance, Rewriter, Shape, TypeError, Value};
 
-/// Rewrites `graph`.
+use crate::policy::Policy;
+use crate::products;
+
+/// Rewrites `graph`. `autocast` is the type that convolutions of f32 are going to read, if another.
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.
-pub fn channels(graph: &Graph) -> Result<Graph, TypeError> {
+pub fn channels(graph: &Graph, policy: &Policy, autocast: Option<DType>) -> Result<Graph, TypeError> {
     let mut pass = Channels {
         rewriter: Rewriter::new(graph),
+        policy,
+        autocast,
         by_channel: FxHashMap::default(),
         sums: FxHashMap::default(),
     };
@@ -55,6 +64,8 @@ pub fn channels(graph: &Graph) -> Result<Graph, TypeError> {
 
 struct Channels<'a> {
     rewriter: Rewriter<'a>,
+    policy: &'a Policy,
+    autocast: Option<DType>,
     /// The results of [`Channels::by_channel`], by value and axis.
     by_channel: FxHashMap<(Value, usize), Option<Value>>,
     /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is the
@@ -375,6 +386,9 @@ impl Channels<'_> {
 
     /// The mean of some elements of each channel.
     fn near_mean(&mut self, x: Value, p: &Provenance) -> Result<Value, TypeError> {
+        if let Some(operands) = self.summed_product(x) {
+            return self.near_mean_of_product(operands, p);
+        }
         let shape = self.rewriter.graph.shape(x).clone();
         let list = Shape::from(&[shape[1]][..]);
         let counts = sample_counts(shape.dims());
@@ -396,6 +410,68 @@ impl Channels<'_> {
         let share = graph.full(1.0 / count as f64, &ty, p)?;
         let apart = graph.binary(BinaryOp::Mul, sum, share, p)?;
         graph.binary(BinaryOp::Add, one, apart, p)
+    }
+
+    /// The image and the weight of the convolution of single pixels that makes `x`, if its template can sum up
+    /// `x`.
+    fn summed_product(&self, x: Value) -> Option<[Value; 2]> {
+        let graph = &self.rewriter.graph;
+        let mut made = x;
+        while let Op::Cast(_) = graph.def(made).op {
+            made = graph.def(made).inputs[0];
+        }
+        let data = graph.def(made);
+        let is_summed = self.policy.epilogue_sums.is_some()
+            && matches!(data.op, Op::Conv(_))
+            && products::is_of_pixels(graph, data)
+            && match graph.dtype(made) {
+                DType::F32 => self.autocast,
+                dtype => Some(dtype),
+            }
+            .is_some_and(|dtype| self.policy.epilogue_types.contains(&dtype));
+        is_summed.then(|| [data.inputs[0], data.inputs[1]])
+    }
+
+    /// The mean of some elements of each channel of the convolution of single pixels `image` by `weight`.
+    fn near_mean_of_product(
+        &mut self,
+        [image, weight]: [Value; 2],
+        p: &Provenance,
+    ) -> Result<Value, TypeError> {
+        let graph = &mut self.rewriter.graph;
+        let shape = graph.shape(image).clone();
+        let rank = shape.rank();
+        let counts = sample_counts(shape.dims());
+        let some = graph.add(sample_slice(shape.dims(), &counts), &[image], p)?;
+        let some = graph.cast(some, DType::F32, p)?;
+        let weight = graph.cast(weight, DType::F32, p)?;
+        let (out, depth) = (graph.shape(weight)[0], shape[1]);
+        let weight = graph.reshape(weight, Shape::from(&[out, depth][..]), p)?;
+        // Channels of the result, samples, channels of the image: those are neighbours in memory.
+        let last: Vec<usize> = (0..rank).filter(|&axis| axis != 1).chain([1]).collect();
+        let some = graph.transpose(some, &last, p)?;
+        let all: Vec<usize> = std::iter::once(out)
+            .chain(graph.shape(some).iter().copied())
+            .collect();
+        let all = Shape::from(&all[..]);
+        let mut spread = |value: Value, dims: Dims| {
+            let spread = Op::Broadcast {
+                shape: all.clone(),
+                dims,
+            };
+            graph.add(spread, &[value], p)
+        };
+        let some = spread(some, (1..=rank).collect())?;
+        let weight = spread(weight, [0, rank].into_iter().collect())?;
+        let product = graph.binary(BinaryOp::Mul, weight, some, p)?;
+        let sum = Op::Reduce {
+            op: ReduceOp::Sum,
+            axes: (1..=rank).collect(),
+        };
+        let sum = graph.add(sum, &[product], p)?;
+        let ty = graph.ty(sum).clone();
+        let share = graph.full(1.0 / counts.iter().product::<usize>() as f64, &ty, p)?;
+        graph.binary(BinaryOp::Mul, sum, share, p)
     }
 
     fn plain_product_sum(&mut self, factors: &[Value], p: &Provenance) -> Result<Value, TypeError> {

@@ -27,21 +27,24 @@ use autocast::AutocastReport;
 /// Graphs after each pass, by name, as text.
 pub type Dumps = Vec<(String, String)>;
 
-type Pass = (&'static str, fn(&Graph, &Policy) -> Result<Graph, TypeError>);
+type Pass = (
+    &'static str,
+    fn(&Graph, &Policy, Option<DType>) -> Result<Graph, TypeError>,
+);
 
-/// The passes, in the order in which they run.
+/// The passes, in the order in which they run. Each may ask which type autocast is going to use.
 const PASSES: &[Pass] = &[
-    ("simplify", |graph, _| simplify::simplify(graph)),
-    ("channels", |graph, _| channels::channels(graph)),
-    ("attention", |graph, _| attention::attention(graph)),
-    ("slices", |graph, _| slices::slices(graph)),
-    ("pools", |graph, _| pools::pools(graph)),
-    ("indices", |graph, _| indices::indices(graph)),
-    ("patches", |graph, _| patches::patches(graph)),
+    ("simplify", |graph, _, _| simplify::simplify(graph)),
+    ("channels", channels::channels),
+    ("attention", |graph, _, _| attention::attention(graph)),
+    ("slices", |graph, _, _| slices::slices(graph)),
+    ("pools", |graph, _, _| pools::pools(graph)),
+    ("indices", |graph, _, _| indices::indices(graph)),
+    ("patches", |graph, _, _| patches::patches(graph)),
     // Several values may be one by now, and rewrites leave transposes behind.
-    ("simplify again", |graph, _| simplify::simplify(graph)),
+    ("simplify again", |graph, _, _| simplify::simplify(graph)),
     // Last: common subexpressions would undo it.
-    ("log_softmax", |graph, policy| {
+    ("log_softmax", |graph, policy, _| {
         log_softmax::log_softmax(graph, policy.cached_elements)
     }),
 ];
@@ -85,7 +88,7 @@ pub fn run(
     }
     for &(name, pass) in PASSES {
         graph = stages
-            .time(name, || pass(&graph, policy))
+            .time(name, || pass(&graph, policy, options.autocast))
             .map_err(CompileError::pass(name))?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;

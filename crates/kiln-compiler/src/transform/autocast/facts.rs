@@ -22,6 +22,8 @@ pub(super) struct Facts<'a> {
     /// The number of kernels that run before a node, on the longest way to it.
     before: SecondaryMap<Node, u32>,
     after: SecondaryMap<Node, u32>,
+    /// The number of sums over a batch, of more than a row, on the longest way to a value.
+    sums: SecondaryMap<Value, u32>,
 }
 
 impl<'a> Facts<'a> {
@@ -35,12 +37,14 @@ impl<'a> Facts<'a> {
             from_products: SecondaryMap::new(),
             before: SecondaryMap::new(),
             after: SecondaryMap::new(),
+            sums: SecondaryMap::new(),
         };
         for (node, data) in graph.nodes() {
             facts.narrowed[node] =
                 data.op.is_contraction() && graph.dtype(data.inputs[0]) == DType::F32 && takes_part(data);
             facts.follow_products(node, data);
             facts.count_kernels(node, data);
+            facts.count_sums(data);
         }
         for (_, data) in graph.nodes().rev() {
             for &value in &data.outputs {
@@ -119,7 +123,65 @@ impl<'a> Facts<'a> {
             let phase = self.graph.node(user).provenance.phase;
             phase.is_after_forward() == after_forward && self.before[user] > self.after[node]
         });
-        (self.from_products[value] && far).then_some(Reason::ReadAgain)
+        match self.from_products[value] {
+            true if far => Some(Reason::ReadAgain),
+            true if after_forward && !self.is_choice(data) && self.meets_its_sum(&readers) => {
+                Some(Reason::Summed)
+            }
+            _ => None,
+        }
+    }
+
+    /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading it
+    /// again costs no more than the choice.
+    fn is_choice(&self, data: &NodeData) -> bool {
+        matches!(data.op, Op::Select)
+            && data.inputs[1..].iter().all(|&value| {
+                let made = self.graph.value(value).node;
+                let data = self.graph.node(made);
+                self.narrowed[made]
+                    || self.is_narrow_pool(made)
+                    || matches!(data.op, Op::Constant { .. })
+                    || matches!(data.op, Op::Broadcast { .. })
+                        && matches!(self.graph.def(data.inputs[0]).op, Op::Constant { .. })
+            })
+    }
+
+    /// Whether what is read is summed up over the batch, and pointwise operations bring it together with what
+    /// depends on that sum: no kernel holds it in registers until then. Gradients at batch normalisation are
+    /// like that.
+    fn meets_its_sum(&self, readers: &Readers) -> bool {
+        let mut sums = readers.list.iter().map(|&(node, _)| self.graph.node(node));
+        let Some(sum) = sums.find(|data| self.is_sum_over_batch(data)) else {
+            return false;
+        };
+        let depth = self.sums[sum.outputs[0]];
+        let mut nodes: Vec<Node> = readers.list.iter().map(|&(node, _)| node).collect();
+        let mut at = 0;
+        while at < nodes.len().min(MOST_READERS) {
+            let data = self.graph.node(nodes[at]);
+            at += 1;
+            if !data.op.is_pointwise() {
+                continue;
+            }
+            if data.inputs.iter().any(|&input| self.sums[input] >= depth) {
+                return true;
+            }
+            let users = self.users.of(data.outputs[0]).iter();
+            let new: Vec<Node> = users.copied().filter(|user| !nodes.contains(user)).collect();
+            nodes.extend(new);
+        }
+        false
+    }
+
+    /// Whether `data` adds up the first axis, and keeps another.
+    fn is_sum_over_batch(&self, data: &NodeData) -> bool {
+        let Op::Reduce { axes, .. } = &data.op else {
+            return false;
+        };
+        let shape = self.graph.shape(data.inputs[0]);
+        let kept = (0..shape.rank()).any(|axis| !axes.contains(&axis) && shape[axis] > 1);
+        axes.contains(&0) && shape[0] > 1 && kept
     }
 
     /// Whether `node` reads its operand `read` in 16 bits.
@@ -165,6 +227,18 @@ impl<'a> Facts<'a> {
         self.from_products[data.outputs[0]] = from_products;
     }
 
+    fn count_sums(&mut self, data: &NodeData) {
+        let before = data
+            .inputs
+            .iter()
+            .map(|&value| self.sums[value])
+            .max()
+            .unwrap_or(0);
+        for &value in &data.outputs {
+            self.sums[value] = before + u32::from(self.is_sum_over_batch(data));
+        }
+    }
+
     fn count_kernels(&mut self, node: Node, data: &NodeData) {
         let operands = data
             .inputs
@@ -176,6 +250,9 @@ impl<'a> Facts<'a> {
         self.after[node] = before + u32::from(kernel);
     }
 }
+
+/// Operations behind a value that are looked at for one that meets its sum: a normalisation's gradient has ten.
+const MOST_READERS: usize = 32;
 
 /// The readers of a value.
 #[derive(Default)]

@@ -9,6 +9,7 @@
 //! | results of contractions | 16 bits; f32 where only updates and outputs depend on them, as on the gradients of parameters |
 //! | gradients of convolutions' weights, on targets whose fast kernels round them ([`Policy::narrow_weight_gradients`]) | bf16 |
 //! | what pointwise operations make of such results, and others read behind a further contraction (a residual stream, its gradient) | 16 bits |
+//! | such gradients that are read again behind their sum over the batch (batch normalisation) | 16 bits |
 //! | arguments and outputs of the step, reductions, statistics, what runs in the optimizer phase, losses, everything else | f32 |
 //!
 //! A pointwise operation never computes in 16 bits. Where its result is stored in 16 bits, a cast follows

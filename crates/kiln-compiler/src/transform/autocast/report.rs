@@ -57,6 +57,9 @@ pub enum Reason {
     /// 16 bits: it follows from a product, and another kernel reads it again after the next product, as
     /// with a residual stream.
     ReadAgain,
+    /// 16 bits: it is a gradient, and read again by what depends on its sum over the batch, as with batch
+    /// normalisation.
+    Summed,
     /// 16 bits: a pooling of 16 bits made it.
     Pool,
     /// f32: an update reads it, as it does the gradient of a parameter.
@@ -76,6 +79,7 @@ impl Reason {
             Reason::Product => "made by a product",
             Reason::Operand => "operand of a product",
             Reason::ReadAgain => "read again behind a product",
+            Reason::Summed => "read again behind its sum over the batch",
             Reason::Pool => "made by a pooling",
             Reason::Update => "read by an update",
             Reason::Output => "leaves the step",

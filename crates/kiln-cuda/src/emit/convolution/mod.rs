@@ -34,7 +34,7 @@ use kiln_graph::op::{ConvDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
 use super::image::{Image, Template, spatial};
-use super::{Argument, Call, EmitOptions, KernelCode, Launch};
+use super::{Argument, Call, EmitOptions, KernelCode, Launch, ProductCall};
 use crate::convolutions::Task;
 
 /// Working memory is given out in multiples of so many bytes.
@@ -77,47 +77,15 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
     if graph.ty(out).numel() == 0 {
         return Some(KernelCode::default());
     }
-    let read = |value: Value| Image::read(graph, kernel, options, value);
-    let result = |value: Value| Image::result(graph, options, value);
-    let (dims, x, y, weight) = match &data.op {
-        Op::Conv(dims) => (dims, read(first), result(out), second),
-        Op::ConvInputGrad { conv, .. } => (conv, result(out), read(first), second),
-        Op::ConvWeightGrad { conv, .. } => (conv, read(first), read(second), out),
-        _ => return None,
-    };
-    if !(1..=3).contains(&dims.stride.len()) {
-        return None;
-    }
-    let convolution = Convolution {
-        dtype: graph.dtype(first),
-        result_dtype: graph.dtype(out),
-        dims,
-        group: [x.channels / dims.groups, y.channels / dims.groups],
-        x,
-        y,
-        window: spatial(&graph.shape(weight)[2..], 1),
-        stride: spatial(&dims.stride, 1),
-        low: spatial(&dims.pad_low, 0),
-        dilation: spatial(&dims.dilation, 1),
-    };
-    let task = match &data.op {
-        Op::ConvInputGrad { .. } => Task::InputGradient,
-        Op::ConvWeightGrad { .. } => Task::WeightGradient,
-        _ => Task::Forward,
-    };
+    let (convolution, task) = Convolution::new(graph, kernel, node, options)?;
     let stored = match task {
-        Task::WeightGradient => result(weight),
-        _ => read(weight),
+        Task::WeightGradient => Image::result(graph, options, out),
+        _ => Image::read(graph, kernel, options, second),
     };
     let own = match task {
         Task::WeightGradient => convolution.weight_gradient(out, options),
         _ => {
-            let window = window(graph, options.layouts, weight, &kernel.reads);
-            let weight = Weight {
-                base: window.base,
-                offset: window.offset,
-                strides: window.strides,
-            };
+            let weight = Weight::read(graph, kernel, options, second);
             convolution.correlation(&weight, task == Task::InputGradient, options)
         }
     };
@@ -135,6 +103,75 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         Task::WeightGradient => [first, out, second],
     };
     Some(convolution.or_library(own, stored, dtypes, task, options))
+}
+
+/// The product that `node`, a convolution or the gradient of its input, is; none if it is none.
+pub fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<ProductCall> {
+    let (convolution, task) = Convolution::new(graph, kernel, node, options)?;
+    if task == Task::WeightGradient || !convolution.has_tiles() {
+        return None;
+    }
+    let weight = Weight::read(graph, kernel, options, graph.node(node).inputs[1]);
+    let task = correlation::Correlation::new(&convolution, &weight, task == Task::InputGradient);
+    pixelwise::product_of(&task, options)
+}
+
+impl Weight {
+    /// The operand `weight` of a library kernel.
+    fn read(graph: &Graph, kernel: &Kernel, options: &EmitOptions<'_>, weight: Value) -> Self {
+        let window = window(graph, options.layouts, weight, &kernel.reads);
+        Self {
+            base: window.base,
+            offset: window.offset,
+            strides: window.strides,
+        }
+    }
+}
+
+impl<'a> Convolution<'a> {
+    /// The convolution of which `node` computes the result or a gradient, and which; none if it is no
+    /// convolution of one to three dimensions.
+    fn new(graph: &'a Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<(Self, Task)> {
+        let data = graph.node(node);
+        let read = |value: Value| Image::read(graph, kernel, options, value);
+        let result = |value: Value| Image::result(graph, options, value);
+        let out = data.outputs.first().copied()?;
+        let operand = |at: usize| data.inputs[at];
+        let (dims, x, y, weight, task) = match &data.op {
+            Op::Conv(dims) => (dims, read(operand(0)), result(out), operand(1), Task::Forward),
+            Op::ConvInputGrad { conv, .. } => (
+                conv,
+                result(out),
+                read(operand(0)),
+                operand(1),
+                Task::InputGradient,
+            ),
+            Op::ConvWeightGrad { conv, .. } => (
+                conv,
+                read(operand(0)),
+                read(operand(1)),
+                out,
+                Task::WeightGradient,
+            ),
+            _ => return None,
+        };
+        if !(1..=3).contains(&dims.stride.len()) {
+            return None;
+        }
+        let convolution = Self {
+            dtype: graph.dtype(operand(0)),
+            result_dtype: graph.dtype(out),
+            dims,
+            group: [x.channels / dims.groups, y.channels / dims.groups],
+            x,
+            y,
+            window: spatial(&graph.shape(weight)[2..], 1),
+            stride: spatial(&dims.stride, 1),
+            low: spatial(&dims.pad_low, 0),
+            dilation: spatial(&dims.dilation, 1),
+        };
+        Some((convolution, task))
+    }
 }
 
 impl Convolution<'_> {

@@ -117,6 +117,11 @@ enum Batch {
 
 /// The code of a correlation; none if it is no product.
 pub fn correlation(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<KernelCode> {
+    product_of(task, options).map(code)
+}
+
+/// The product that a correlation is; none if it is none.
+pub fn product_of(task: &Correlation<'_>, options: &EmitOptions<'_>) -> Option<ProductCall> {
     let convolution = task.convolution;
     if !convolution.is_pixelwise() {
         return None;
@@ -179,14 +184,23 @@ pub fn weight(convolution: &Convolution<'_>, out: Value, options: &EmitOptions<'
         batch: (channels * depth) as i64,
     };
     let places = [(y.base, y.offset), (x.base, x.offset)];
-    product(
+    let call = product(
         [convolution.dtype, convolution.result_dtype],
         convolution.dims.groups,
         [gradient, image, result],
         places,
         out,
         options,
-    )
+    )?;
+    Some(code(call))
+}
+
+/// The code of a product.
+fn code(call: ProductCall) -> KernelCode {
+    KernelCode {
+        scratch: call.workspace,
+        calls: vec![Call::Product(Box::new(call))],
+    }
 }
 
 /// `count` products of `left` and `right`, given the element types of the operands and of the result.
@@ -197,7 +211,7 @@ fn product(
     [left_at, right_at]: [Place; 2],
     out: Value,
     options: &EmitOptions<'_>,
-) -> Option<KernelCode> {
+) -> Option<ProductCall> {
     let number_of = |dtype: DType| match dtype {
         DType::F32 => Some(Number::F32),
         DType::F64 => Some(Number::F64),
@@ -231,15 +245,11 @@ fn product(
     let elements = count * left.extents[0] * right.extents[1];
     let workspace = (elements * SPLITS * product.scalar_bytes()).min(WORKSPACE);
     let workspace = workspace.next_multiple_of(super::ALIGNMENT);
-    let call = ProductCall {
+    Some(ProductCall {
         product,
         left: place(left_at)?,
         right: place(right_at)?,
         result: (Buffer::Value(out), 0),
         workspace,
-    };
-    Some(KernelCode {
-        calls: vec![Call::Product(Box::new(call))],
-        scratch: workspace,
     })
 }

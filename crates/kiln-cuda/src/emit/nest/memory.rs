@@ -142,18 +142,19 @@ impl Writer<'_> {
                 format!("{own} = a{at}[{first}];"),
                 own.clone(),
             ),
-            Lanes::Together if self.moves_eight(dtype) => (
-                format!("kiln_eight<{ty}> {name}{turns};"),
-                format!("{own} = kiln_eight<{ty}>(a{at} + ({first}));"),
-                format!("{own}.wide(l)"),
-            ),
             Lanes::Together => {
-                let vector = format!("kiln_lanes<{ty}, {}>", self.width);
-                (
-                    format!("{vector} {name}{turns};"),
-                    format!("{own} = *(const {vector}*)(a{at} + ({first}));"),
-                    format!("{own}.at[l]"),
-                )
+                let (vector, element) = match self.moves_eight(dtype) {
+                    true => (format!("kiln_eight<{ty}>"), format!("{own}.wide(l)")),
+                    false => (
+                        format!("kiln_lanes<{ty}, {}>", self.width),
+                        format!("{own}.at[l]"),
+                    ),
+                };
+                let fill = match kept && self.ahead && self.width as usize * dtype.size() >= 4 {
+                    true => format!("kiln_copy_ahead({own}, a{at} + ({first}));"),
+                    false => format!("{own} = *(const {vector}*)(a{at} + ({first}));"),
+                };
+                (format!("{vector} {name}{turns};"), fill, element)
             }
             Lanes::Apart => {
                 let (width, fill) = (self.width, format!("{own}[l] = a{at}[{each}];"));

@@ -56,7 +56,7 @@ pub use table::together;
 const THREADS: i64 = 256;
 
 /// Multiprocessors of the reference machine.
-const PROCESSORS: i64 = 132;
+pub const PROCESSORS: i64 = 132;
 
 /// Writes the code of `nest`.
 pub fn generate(graph: &Graph, nest: &Nest, options: &EmitOptions<'_>) -> KernelCode {

@@ -109,6 +109,8 @@ pub(super) struct Writer<'a> {
     pub(super) parts: bool,
     /// What a block brings into shared memory to read it across, if it does.
     pub(super) tiles: Option<Tiles>,
+    /// Whether what is loaded for several rows is copied to shared memory ahead of its use.
+    pub(super) ahead: bool,
     /// The value that is not loaded but in the lanes of `product` ([`super::epilogue`]).
     pub(super) given: Option<Value>,
     /// The values whose functions may be a little off ([`super::near`]).
@@ -152,6 +154,7 @@ impl<'a> Writer<'a> {
             scratch: 0,
             parts: false,
             tiles: None,
+            ahead: false,
             given: None,
         }
     }

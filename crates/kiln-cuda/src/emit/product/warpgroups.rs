@@ -17,8 +17,11 @@ use kiln_graph::{Graph, Node, Op};
 use super::pieces::Pieces;
 use super::{Frame, matrices};
 use crate::code::{Boxes, FunctionText, Trial};
-use crate::emit::nest::epilogue::{Loops, Statements, generate as statements};
-use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, nest};
+use crate::emit::nest::PROCESSORS;
+use crate::emit::nest::epilogue::{Keep, Loops, Statements, generate as statements};
+use crate::emit::{
+    Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, convolution, nest,
+};
 use crate::kernels::product::{WARPGROUP_TEMPLATES, instructions};
 use crate::products::{Epilogue, Number, Product, ScalarsFrom};
 
@@ -72,7 +75,24 @@ struct Case {
     /// Whether results of 16 bits are finished by warps of their own; those of f32 are stored by those who
     /// multiply.
     finishes: bool,
+    /// Whether a block stays in its columns, whose sums its threads keep.
+    keeps_columns: bool,
+    /// Bytes of a turn that a finishing thread has in shared memory, ahead of its use; 0 if it has one in
+    /// registers.
+    ahead: u64,
 }
+
+/// Turns that a finishing thread has in shared memory.
+const AHEAD: u64 = 3;
+/// Registers of a thread that multiplies, and of the others, where the latter have turns ahead: those of 512
+/// threads, which are 128 each, shared out otherwise. With 128, the gradient's sums of two batch norms behind
+/// [401408, 64] · [64, 256] take 401 microseconds, with 160 349 (H100).
+const SHARED_OUT: [u32; 2] = [96, 160];
+
+/// Columns of a tile where sums are kept, and of one for so few columns in all. Wider ones take the registers that
+/// loads of the nest need: statistics behind [401408, 64] · [64, 256] take 101 microseconds with tiles of 128, 114
+/// with 256; behind [401408, 256] · [256, 64] 98 and, with tiles of 64, 93 (H100).
+const KEPT_COLUMNS: [u64; 2] = [128, 64];
 
 impl Case {
     fn threads(self) -> u64 {
@@ -102,15 +122,41 @@ impl Case {
     }
 
     fn stages(self) -> u64 {
-        ((SHARED - BORDER - self.results()) / self.stage()).min(6)
+        ((SHARED - BORDER - self.results() - self.turns()) / self.stage()).min(6)
+    }
+
+    /// Bytes of the turns that threads have ahead.
+    fn turns(self) -> u64 {
+        AHEAD * self.ahead * self.finishers()
     }
 
     fn shared_bytes(self) -> u64 {
-        self.stages() * self.stage() + self.results() + BORDER
+        self.stages() * self.stage() + self.results() + self.turns() + BORDER
     }
 
-    fn tiles(self, product: &Product) -> u64 {
-        product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(self.columns)
+    /// How many tiles a result has, one below the other and side by side.
+    fn tiles(self, product: &Product) -> [u64; 2] {
+        [product.m.div_ceil(TILE_ROWS), product.n.div_ceil(self.columns)]
+    }
+
+    /// Blocks below each other, where they stay in their columns: as many on every device, because what they
+    /// keep is added up block by block.
+    fn blocks_down(self, product: &Product) -> u64 {
+        let [down, across] = self.tiles(product);
+        down.min((PROCESSORS as u64 / across).max(1))
+    }
+
+    fn blocks(self, product: &Product, processors: u32) -> u64 {
+        let [down, across] = self.tiles(product);
+        match self.keeps_columns {
+            true => self.blocks_down(product) * across,
+            false => (down * across).min(u64::from(processors.max(1))),
+        }
+    }
+
+    /// Rows that are finished side by side: so many threads have the same columns.
+    fn lines(self) -> u64 {
+        self.finishers() / (self.columns / NEIGHBOURS)
     }
 }
 
@@ -230,6 +276,9 @@ impl Operands {
         if let Some(pieces) = Pieces::new(graph, kernel, node, options.layouts) {
             return Self::of(&pieces, options.tf32);
         }
+        if !matches!(graph.node(node).op, Op::DotGeneral(_)) {
+            return convolution::product(graph, kernel, node, options).map(|call| Self::whole(&call));
+        }
         let frame = Frame::new(graph, kernel, node, options.layouts)?;
         let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
             return None;
@@ -263,12 +312,16 @@ impl Operands {
             let tiles = product.m.div_ceil(TILE_ROWS) * product.n.div_ceil(columns);
             tiles.div_ceil(u64::from(processors.max(1))) as f64 * (steps * step + TILE_CLOCKS)
         };
-        let whole = |&(columns, _): &(u64, f64)| {
-            self.cut != Some(Cut::Columns) || self.extents().all(|extent| extent.is_multiple_of(columns))
-        };
-        let widths = widths.into_iter().filter(whole);
+        let widths = widths
+            .into_iter()
+            .filter(|&(columns, _)| self.lies_in_tiles(columns));
         let best = widths.min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
         best.map(|(columns, _)| columns)
+    }
+
+    /// Whether tiles of so many columns lie in one piece each.
+    fn lies_in_tiles(&self, columns: u64) -> bool {
+        self.cut != Some(Cut::Columns) || self.extents().all(|extent| extent.is_multiple_of(columns))
     }
 
     /// The steps of the depth that all tiles of a column take: those of each piece begin anew.
@@ -359,32 +412,39 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
     let mut helpers = format!(
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
          static constexpr int TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
-         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {};\n{}}};\n",
+         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {}, KEEPS_COLUMNS = {};\n{}}};\n",
         case.columns,
         case.stages(),
         case.finishers(),
         product.left.transposed,
         !product.right.transposed,
         operands.cut == Some(Cut::Depth),
+        case.keeps_columns,
         instructions(case.columns as usize, instruction),
     );
     helpers.push_str(&finish.helpers);
     let [left, right] = [0, 1].map(|side| declared(operands, side, case.columns));
+    let registers = |direction: &str, count: u32| match case.ahead {
+        0 => String::new(),
+        _ => format!("asm volatile(\"setmaxnreg.{direction}.sync.aligned.u32 {count};\");\n"),
+    };
+    let [fewer, more] = [registers("dec", SHARED_OUT[0]), registers("inc", SHARED_OUT[1])];
     let mut body = format!(
         "const kiln_product_shared<@_case> shared;\nconst kiln_product_size size = {{ {}, {}, {} }};\n\
-         if (threadIdx.x < 32) {{\n{}{}kiln_product_load<@_case>(lefts, rights, size, shared);\n\
-         }} else if (threadIdx.x >= 128 && threadIdx.x < 384) {{\n\
-         kiln_product_multiply<@_case>(size, shared, [&](int row, int column, float first, float second) {{ {} }});\n}}",
+         if (threadIdx.x >= 128 && threadIdx.x < 384) {{\n{fewer}\
+         kiln_product_multiply<@_case>(size, shared, [&](int row, int column, float first, float second) {{ {} }});\n\
+         }} else {{\n{more}if (threadIdx.x < 32) {{\n{}{}kiln_product_load<@_case>(lefts, rights, size, shared);\n}}",
         product.m,
         product.n,
         operands.reach(),
+        finish.store,
         left.statement,
         right.statement,
-        finish.store
     );
     if case.finishes {
         let _ = write!(body, " else {{\n{}}}", finish.finish);
     }
+    body.push_str("\n}");
     let arguments = [left.arguments, right.arguments, finish.arguments].concat();
     let parameters = [left.parameters, right.parameters, finish.parameters].concat();
     Launch {
@@ -397,17 +457,28 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
             device_only: true,
             blocks: 1,
         },
-        grid: [case.tiles(product).min(u64::from(processors.max(1))) as u32, 1, 1],
+        grid: [case.blocks(product, processors) as u32, 1, 1],
         shared_bytes: case.shared_bytes() as u32,
         arguments,
     }
 }
 
+/// Where a finishing thread has what it asked for.
+fn queue(case: Case) -> String {
+    match case.ahead {
+        0 => "kiln_next_turn<@_loaded>()".to_owned(),
+        bytes => format!(
+            "kiln_turns_ahead<@_loaded, {AHEAD}, {bytes}>(shared.ahead, kiln_product_finisher(), {})",
+            case.finishers()
+        ),
+    }
+}
+
 /// The loop over the rows that a finishing thread has at a time, with `statements` for each of them: in row
 /// `k`, `product` is the result, and `row_name` the row.
-fn each_row(ty: &str, row_name: &str, statements: &str) -> String {
+fn each_row(ty: &str, row_name: &str, together: i64, statements: &str) -> String {
     format!(
-        "#pragma unroll\nfor (int k = 0; k < {TOGETHER}; k++) {{\n\
+        "#pragma unroll\nfor (int k = 0; k < {together}; k++) {{\n\
          const int line = down + shared.LINES * k;\nconst {ty} {row_name} = row + shared.LINES * k;\n\
          if (line >= shared.TILE_ROWS || {row_name} >= size.rows) break;\n\
          const auto product = shared.at(line, across);\n{statements}}}\n"
@@ -421,18 +492,25 @@ fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
     let leading = product.result.leading;
     let (result, start) = operands.pieces[0].result;
     let arguments = vec![Argument::Part(result, start)];
+    let case = Case {
+        columns,
+        finishes,
+        keeps_columns: false,
+        ahead: 0,
+    };
     let finish = match finishes {
         true => {
             let (element, _) = element(product.left.number);
             let store = format!("product.store(result + own * (kiln_u64){leading} + column);\n");
-            let rows = each_row("int", "own", &store);
+            let rows = each_row("int", "own", TOGETHER, &store);
             Finish {
                 helpers: "struct @_loaded {};\n".into(),
                 store: String::new(),
                 finish: format!(
                     "const auto load = [](@_loaded&, int, int, int) {{}};\n\
                      const auto points = [&](const @_loaded&, int down, int across, int row, int column) {{\n{rows}}};\n\
-                     kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, load, points);\n"
+                     kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, {}, load, points, [] {{}});\n",
+                    queue(case)
                 ),
                 parameters: vec![format!("{element}* result")],
                 arguments,
@@ -448,7 +526,6 @@ fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
             arguments,
         },
     };
-    let case = Case { columns, finishes };
     launch(operands, case, processors, finish)
 }
 
@@ -510,17 +587,14 @@ fn together(
     node: Node,
     nest: &Nest,
     options: &EmitOptions<'_>,
-) -> Option<Launch> {
-    let Op::DotGeneral(dims) = &graph.node(node).op else {
-        return None;
-    };
+) -> Option<KernelCode> {
     if options.warpgroups == Warpgroups::Never || options.capability != CAPABILITY {
         return None;
     }
     let value = graph.node(node).outputs[0];
     let operands = Operands::new(graph, kernel, node, options)?;
     let product = &operands.product;
-    let result = ResultFrame::product(graph, value, dims);
+    let result = ResultFrame::of(graph, value)?;
     let placed = result.place(graph, nest, value, nest.maps.get(&value)?);
     let [1, rows, column_count] = result.extents[..] else {
         return None;
@@ -533,27 +607,70 @@ fn together(
     {
         return None;
     }
-    let columns = operands.columns(WIDTHS_WITH_NEST, options.processors)?;
-    let case = Case {
+    let keeps_columns = !placed.late.is_empty();
+    let columns = match keeps_columns {
+        true => {
+            let fits = |&columns: &u64| operands.lies_in_tiles(columns);
+            let narrow = KEPT_COLUMNS.into_iter().filter(fits);
+            narrow
+                .min_by_key(|&columns| product.n.next_multiple_of(columns) + u64::from(columns < 128) * 64)?
+        }
+        false => operands.columns(WIDTHS_WITH_NEST, options.processors)?,
+    };
+    let mut case = Case {
         columns,
         finishes: true,
+        keeps_columns,
+        ahead: 0,
     };
+    let (blocks, lines) = (case.blocks_down(product), case.lines());
+    let [down, across] = case.tiles(product);
+    let keep = Keep {
+        blocks: blocks as i64,
+        across: across as i64,
+        longest: (down.div_ceil(blocks) * TILE_ROWS.div_ceil(lines)) as i64,
+    };
+    let numel = graph.ty(value).numel();
+    let streams = placed
+        .uses
+        .iter()
+        .filter(|(used, _)| *used != value && graph.ty(*used).numel() == numel);
+    let ahead = keeps_columns && case.threads() == 512 && streams.count() > 1;
+    let together = if ahead { TOGETHER / 2 } else { TOGETHER };
     let loops = Loops {
-        row: (ROW, TOGETHER),
+        row: (ROW, together),
         column: (COL, NEIGHBOURS as i64),
+        ahead,
+        keep,
     };
-    let finish = finish(&statements(graph, &placed, value, loops));
-    Some(launch(&operands, case, options.processors, finish))
+    let nest = statements(graph, &placed, value, loops);
+    // An odd number of vectors of sixteen bytes.
+    case.ahead = if ahead {
+        nest.loaded_bytes as u64 / 32 * 32 + 16
+    } else {
+        0
+    };
+    let finish = finish(&nest, case, together);
+    let product = launch(&operands, case, options.processors, finish);
+    Some(KernelCode {
+        calls: std::iter::once(product)
+            .chain(nest.sums)
+            .map(Call::Launch)
+            .collect(),
+        scratch: nest.scratch,
+    })
 }
 
 /// The warps that finish, with the statements of a nest.
-fn finish(nest: &Statements) -> Finish {
+fn finish(nest: &Statements, case: Case, together: i64) -> Finish {
     let Statements {
         index,
         top,
         load,
         shared,
         points,
+        tile,
+        end,
         ..
     } = nest;
     let members: String = nest
@@ -569,7 +686,7 @@ fn finish(nest: &Statements) -> Finish {
         each.collect()
     };
     let [to, from] = [names(""), names("const ")];
-    let rows = each_row(index, &format!("i{ROW}"), points);
+    let rows = each_row(index, &format!("i{ROW}"), together, points);
     // There is one matrix, so nothing varies with its number.
     debug_assert!(!points.contains(&format!("i{BATCH} ")) && !load.contains(&format!("i{BATCH} ")));
     Finish {
@@ -578,7 +695,9 @@ fn finish(nest: &Statements) -> Finish {
         finish: format!(
             "{top}const auto load = [&](@_loaded& loaded, int k, {index} i{ROW}, {index} i{COL}) {{\n{to}{load}}};\n\
              const auto points = [&](const @_loaded& loaded, int down, int across, {index} row, {index} i{COL}) {{\n{from}{shared}{rows}}};\n\
-             kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, load, points);\n"
+             const auto tile = [&] {{\n{tile}}};\n\
+             kiln_product_finish<@_case, {together}, @_loaded>(size, shared, {}, load, points, tile);\n{end}",
+            queue(case)
         ),
         parameters: nest.parameters.clone(),
         arguments: nest.arguments.clone(),
@@ -594,7 +713,7 @@ pub fn with_nest(
     options: &EmitOptions<'_>,
 ) -> Option<KernelCode> {
     match together(graph, kernel, node, nest, options) {
-        Some(launch) => Some(KernelCode::launches([launch])),
+        Some(code) => Some(code),
         None => one_after_the_other(graph, kernel, node, nest, options),
     }
 }
@@ -609,7 +728,10 @@ fn one_after_the_other(
 ) -> Option<KernelCode> {
     let value = graph.node(node).outputs[0];
     let buffer = Buffer::Value(value);
-    let mut product = super::generate(graph, kernel, node, options)?;
+    let mut product = match graph.node(node).op {
+        Op::DotGeneral(_) => super::generate(graph, kernel, node, options)?,
+        _ => convolution::generate(graph, kernel, node, options)?,
+    };
     let mut behind = nest.clone();
     behind.members.retain(|&member| member != node);
     behind.drop_store(value);
@@ -650,6 +772,13 @@ pub(super) fn in_working_memory(call: &mut Call, buffer: Buffer, at: usize) {
                     Argument::Buffer(own) if own == buffer => *argument = Argument::Scratch(at),
                     Argument::Part(own, bytes) if own == buffer => *argument = Argument::Scratch(at + bytes),
                     _ => {}
+                }
+            }
+        }
+        Call::Convolution(convolution) => {
+            for (argument, _) in &mut convolution.tensors {
+                if *argument == Argument::Buffer(buffer) {
+                    *argument = Argument::Scratch(at);
                 }
             }
         }

@@ -100,7 +100,8 @@ template <class C> struct kiln_product_shared {
     // Threads that finish have eight neighbouring columns each, and as many rows are finished at once as they are enough for.
     static constexpr int ACROSS = C::TILE_COLUMNS / 8, LINES = C::FINISHERS / ACROSS;
 
-    unsigned char* results;
+    // Behind the results is what threads have ahead.
+    unsigned char *results, *ahead;
     kiln_u32 places, full, empty, ready, taken;
 
     kiln_product_shared()
@@ -111,6 +112,7 @@ template <class C> struct kiln_product_shared {
         memory += -kiln_address_in_shared(memory) & 1023;
         places = kiln_address_in_shared(memory);
         results = memory + C::STAGES * STAGE;
+        ahead = results + TILE_ROWS * PITCH;
         full = kiln_address_in_shared(barriers);
         empty = full + 8 * C::STAGES;
         ready = empty + 8 * C::STAGES;
@@ -135,7 +137,8 @@ template <class C> struct kiln_product_shared {
 };
 
 // The tiles of a block, in the order in which it computes them. All blocks together go down bands of 1024 rows, column by column, so that
-// those that run at the same time share operands in L2.
+// those that run at the same time share operands in L2. A block that KEEPS_COLUMNS has all its tiles in the same ones; as many blocks as
+// there are tiles across, or a multiple of that, then go down together.
 template <class C> struct kiln_product_tile {
     static constexpr int BAND = 8;
     int number, down, across, row, column;
@@ -157,6 +160,11 @@ template <class C> struct kiln_product_tile {
 private:
     void place()
     {
+        if (C::KEEPS_COLUMNS) {
+            row = number / across * 128;
+            column = number % across * C::TILE_COLUMNS;
+            return;
+        }
         const int band = number / (BAND * across), within = number % (BAND * across);
         const int tall = down - band * BAND < BAND ? down - band * BAND : BAND;
         // Behind the last tile there is none.
@@ -291,48 +299,134 @@ template <class C, class Store> void kiln_product_multiply(
     }
 }
 
-// The part of those who finish. Each thread has eight neighbouring columns of every LINES-th row, TOGETHER rows at a time: while it
-// computes with some, what it needs besides the product for the next ones is on its way, across the border of tiles too.
-//
-//     load(loaded, k, row, column)                  reads it for row number k of them
-//     points(loaded, down, across, row, column)     computes and stores them: from row `down` and column `across` of the tile on, which
-//                                                   are `row` and `column` of the result
-template <class C, int TOGETHER, class Loaded, class Load, class Points> void kiln_product_finish(
-    const kiln_product_size& size, const kiln_product_shared<C>& shared, const Load& load, const Points& points)
+// What a thread that finishes has asked for: one turn ahead, in registers.
+template <class Loaded> struct kiln_next_turn {
+    Loaded next;
+
+    template <class Prepare> void begin(const Prepare& prepare) { prepare(next); }
+
+    template <class Prepare> Loaded turn(const Prepare& prepare)
+    {
+        const Loaded now = next;
+        prepare(next);
+        return now;
+    }
+};
+
+// The same AHEAD - 1 turns ahead, in places of shared memory that are a thread's own: BYTES each.
+template <class Loaded, int AHEAD, int BYTES> struct kiln_turns_ahead {
+    static_assert(sizeof(Loaded) <= BYTES && BYTES % 32 == 16, "neighbouring threads are in different banks");
+    unsigned char* places;
+    int distance, to, at;
+
+    kiln_turns_ahead(unsigned char* memory, int lane, int threads) : places(memory + lane * BYTES), distance(threads * BYTES), to(0), at(0) {}
+
+    template <class Prepare> void begin(const Prepare& prepare)
+    {
+        #pragma unroll
+        for (int i = 0; i < AHEAD - 1; i++) ask(prepare);
+    }
+
+    template <class Prepare> Loaded turn(const Prepare& prepare)
+    {
+        // Its place is that of the turn before, which is over.
+        ask(prepare);
+        asm volatile("cp.async.wait_group %0;" :: "n"(AHEAD - 1) : "memory");
+        const Loaded now = *(const Loaded*)(places + at * distance);
+        if (++at == AHEAD) at = 0;
+        return now;
+    }
+
+private:
+    template <class Prepare> void ask(const Prepare& prepare)
+    {
+        prepare(*(Loaded*)(places + to * distance));
+        asm volatile("cp.async.commit_group;" ::: "memory");
+        if (++to == AHEAD) to = 0;
+    }
+};
+
+// Copies a vector to shared memory, which is there when the group of copies is.
+template <class V> void kiln_copy_ahead(V& to, const void* from)
+{
+    constexpr int EACH = sizeof(V) % 16 == 0 ? 16 : sizeof(V) % 8 == 0 ? 8 : 4;
+    static_assert(sizeof(V) % EACH == 0, "vectors of whole words");
+    #pragma unroll
+    for (int i = 0; i < (int)sizeof(V); i += EACH)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
+            :: "r"(kiln_address_in_shared(&to) + i), "l"((const char*)from + i), "n"(EACH) : "memory");
+}
+
+// The number of a thread among those that finish.
+inline int kiln_product_finisher() { return threadIdx.x < 128 ? threadIdx.x - 32 : threadIdx.x - 288; }
+
+// Adds up what threads that finish the same columns keep, row by row of them, behind the last tile; each column's is given to one of them.
+template <class C, class T, class Join, class Store> void kiln_product_columns(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, const T (&own)[8], const Join& join, const Store& store)
 {
     typedef kiln_product_shared<C> S;
-    constexpr int LINES = S::LINES, EACH = LINES * TOGETHER, BATCHES = (S::TILE_ROWS + EACH - 1) / EACH;
-    const int lane = threadIdx.x < 128 ? threadIdx.x - 32 : threadIdx.x - 288;
-    const int across = lane % S::ACROSS * 8, line = lane / S::ACROSS;
-    kiln_u32 turn = 0;
-    Loaded next;
-    const auto prepare = [&](const kiln_product_tile<C>& tile, int from) {
+    const int lane = kiln_product_finisher(), line = lane / S::ACROSS;
+    T* lines = (T*)shared.results;
+    // Nobody reads results, or what was there before, any more.
+    asm volatile("bar.sync 1, %0;" :: "n"(C::FINISHERS) : "memory");
+    if (line < S::LINES) {
         #pragma unroll
-        for (int k = 0; k < TOGETHER; k++) {
-            const int down = from + LINES * k;
-            if (down < S::TILE_ROWS && tile.row + down < size.rows && tile.column + across < size.columns)
-                load(next, k, tile.row + down, tile.column + across);
-        }
-    };
-    kiln_product_tile<C> tile(size);
+        for (int l = 0; l < 8; l++) lines[line * C::TILE_COLUMNS + lane % S::ACROSS * 8 + l] = own[l];
+    }
+    asm volatile("bar.sync 1, %0;" :: "n"(C::FINISHERS) : "memory");
+    const int first = kiln_product_tile<C>(size).column;
+    for (int column = lane; column < C::TILE_COLUMNS && first + column < size.columns; column += C::FINISHERS) {
+        T x = lines[column];
+        #pragma unroll
+        for (int i = 1; i < S::LINES; i++) x = join(x, lines[i * C::TILE_COLUMNS + column]);
+        store(first + column, x);
+    }
+}
+
+// The part of those who finish. Each thread has eight neighbouring columns of every LINES-th row, TOGETHER rows at a turn: while it computes
+// with some, what it needs besides the product for later ones is on its way, across the border of tiles too.
+//
+//     queue                                         has what was asked for
+//     load(loaded, k, row, column)                  asks for what row number k of a turn needs
+//     points(loaded, down, across, row, column)     computes and stores the rows of a turn: from row `down` and column `across` of the tile
+//                                                   on, which are `row` and `column` of the result
+//     tile()                                        follows the rows of a tile
+template <class C, int TOGETHER, class Loaded, class Queue, class Load, class Points, class Tile> void kiln_product_finish(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, Queue queue, const Load& load, const Points& points, const Tile& behind)
+{
+    typedef kiln_product_shared<C> S;
+    constexpr int LINES = S::LINES, EACH = LINES * TOGETHER, TURNS = (S::TILE_ROWS + EACH - 1) / EACH;
+    const int lane = kiln_product_finisher(), across = lane % S::ACROSS * 8, line = lane / S::ACROSS;
     // Threads that are left over when columns are shared out only arrive.
     const bool works = line < LINES;
-    if (works && tile.exists()) prepare(tile, line);
-    while (tile.exists()) {
-        kiln_product_tile<C> after = tile;
-        after.next();
-        kiln_barrier_wait(shared.ready, turn);
+    kiln_product_tile<C> tile(size), coming(size);
+    int coming_down = line;
+    const auto prepare = [&](Loaded& loaded) {
+        if (!coming.exists()) return;
+        #pragma unroll
+        for (int k = 0; k < TOGETHER; k++) {
+            const int down = coming_down + LINES * k;
+            if (down < S::TILE_ROWS && coming.row + down < size.rows && coming.column + across < size.columns)
+                load(loaded, k, coming.row + down, coming.column + across);
+        }
+        coming_down += EACH;
+        if (coming_down < line + EACH * TURNS) return;
+        coming_down = line;
+        coming.next();
+    };
+    if (works) queue.begin(prepare);
+    kiln_u32 round = 0;
+    for (; tile.exists(); tile.next()) {
+        kiln_barrier_wait(shared.ready, round);
         if (works) {
-            for (int batch = 0; batch < BATCHES; batch++) {
-                const Loaded now = next;
-                if (batch + 1 < BATCHES) prepare(tile, line + EACH * (batch + 1));
-                else if (after.exists()) prepare(after, line);
-                const int from = line + EACH * batch;
+            for (int turn = 0; turn < TURNS; turn++) {
+                const Loaded now = queue.turn(prepare);
+                const int from = line + EACH * turn;
                 if (tile.column + across < size.columns) points(now, from, across, tile.row + from, tile.column + across);
             }
+            behind();
         }
         kiln_barrier_arrive(shared.taken);
-        turn ^= 1;
-        tile = after;
+        round ^= 1;
     }
 }
