@@ -17,6 +17,7 @@
 //! own for those of 16 bits, alone and with a nest behind them. [`tiles`] computes all other products: of
 //! integers, of windows that no matrix describes, and those whose results are single numbers.
 
+mod case;
 mod matrices;
 pub mod padded;
 mod pieces;

@@ -8,16 +8,19 @@
 
 use std::fmt::Write as _;
 
+use kiln_compiler::index::Index;
 use kiln_compiler::products::Cut;
 use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::{Buffer, Kernel};
-use kiln_graph::{Graph, Node, Op};
+use kiln_graph::{Graph, Node, Op, Value};
 
+use super::case::{
+    AHEAD, Case, DEPTH, NEIGHBOURS, SHARED_OUT, TILE_CLOCKS, TILE_ROWS, WIDTHS, WIDTHS_WITH_NEST,
+};
 use super::pieces::Pieces;
 use super::{Frame, matrices};
 use crate::code::{Boxes, FunctionText, Trial};
-use crate::emit::nest::PROCESSORS;
 use crate::emit::nest::epilogue::{Keep, Loops, Statements, generate as statements};
 use crate::emit::{
     Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, convolution, nest,
@@ -40,125 +43,10 @@ pub enum Warpgroups {
     Never,
 }
 
-/// Rows of a tile.
-const TILE_ROWS: u64 = 128;
-/// Steps of the depth in a place of shared memory.
-const DEPTH: u64 = 64;
-/// Bytes of shared memory that a block may ask for, without the barriers.
-const SHARED: u64 = (227 << 10) - 512;
-/// Places begin at multiples of so many bytes.
-const BORDER: u64 = 1024;
-/// Neighbours that a finishing thread has.
-const NEIGHBOURS: u64 = 8;
 /// Rows that a finishing thread has at a time: what they need besides the product is under way together.
-const TOGETHER: i64 = 4;
+const TOGETHER: u64 = 4;
 /// Least products alone that the template is tried on: smaller ones end before its parts are all at work.
 const LEAST_FLOP: f64 = 1e9;
-
-/// Widths of a tile. Each with the clocks that a step of the depth takes, of two floating-point operations a
-/// thousand and twenty-four a clock: narrower tiles read their operands more often (H100).
-const WIDTHS: [(u64, f64); 3] = [(256, 1024.0), (192, 790.0), (128, 590.0)];
-/// The same where a nest follows, which also takes a part of what shared memory moves in a clock. A tile of
-/// 256 leaves registers for three warps that finish, a narrower one for seven: SwiGLU behind [8192, 768] ·
-/// [768, 2048] takes 70, 61 and 55 microseconds, behind [8192, 1024] · [1024, 32768] 1201, 1055 and 1067; its
-/// gradient 1362, 1208 and 1361 (H100).
-const WIDTHS_WITH_NEST: [(u64, f64); 3] = [(256, 1600.0), (192, 950.0), (128, 640.0)];
-/// Clocks that a block takes for a tile besides: filling the places, and what is left when all have
-/// multiplied.
-const TILE_CLOCKS: f64 = 2000.0;
-
-/// The template's numbers for a product.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-struct Case {
-    /// Columns of a tile.
-    columns: u64,
-    /// Whether results of 16 bits are finished by warps of their own; those of f32 are stored by those who
-    /// multiply.
-    finishes: bool,
-    /// Whether a block stays in its columns, whose sums its threads keep.
-    keeps_columns: bool,
-    /// Bytes of a turn that a finishing thread has in shared memory, ahead of its use; 0 if it has one in
-    /// registers.
-    ahead: u64,
-}
-
-/// Turns that a finishing thread has in shared memory.
-const AHEAD: u64 = 3;
-/// Registers of a thread that multiplies, and of the others, where the latter have turns ahead: those of 512
-/// threads, which are 128 each, shared out otherwise. With 128, the gradient's sums of two batch norms behind
-/// [401408, 64] · [64, 256] take 401 microseconds, with 160 349 (H100).
-const SHARED_OUT: [u32; 2] = [96, 160];
-
-/// Columns of a tile where sums are kept, and of one for so few columns in all. Wider ones take the registers that
-/// loads of the nest need: statistics behind [401408, 64] · [64, 256] take 101 microseconds with tiles of 128, 114
-/// with 256; behind [401408, 256] · [256, 64] 98 and, with tiles of 64, 93 (H100).
-const KEPT_COLUMNS: [u64; 2] = [128, 64];
-
-impl Case {
-    fn threads(self) -> u64 {
-        // The sums of a tile of 256 columns take 128 registers of each thread that multiplies.
-        if self.finishes && self.columns < 256 {
-            512
-        } else {
-            384
-        }
-    }
-
-    /// Threads that finish: all but warp 0 and the two groups that multiply.
-    fn finishers(self) -> u64 {
-        if self.finishes { self.threads() - 288 } else { 0 }
-    }
-
-    fn stage(self) -> u64 {
-        (TILE_ROWS + self.columns) * DEPTH * 2
-    }
-
-    fn results(self) -> u64 {
-        if self.finishes {
-            TILE_ROWS * (self.columns * 2 + 16)
-        } else {
-            0
-        }
-    }
-
-    fn stages(self) -> u64 {
-        ((SHARED - BORDER - self.results() - self.turns()) / self.stage()).min(6)
-    }
-
-    /// Bytes of the turns that threads have ahead.
-    fn turns(self) -> u64 {
-        AHEAD * self.ahead * self.finishers()
-    }
-
-    fn shared_bytes(self) -> u64 {
-        self.stages() * self.stage() + self.results() + self.turns() + BORDER
-    }
-
-    /// How many tiles a result has, one below the other and side by side.
-    fn tiles(self, product: &Product) -> [u64; 2] {
-        [product.m.div_ceil(TILE_ROWS), product.n.div_ceil(self.columns)]
-    }
-
-    /// Blocks below each other, where they stay in their columns: as many on every device, because what they
-    /// keep is added up block by block.
-    fn blocks_down(self, product: &Product) -> u64 {
-        let [down, across] = self.tiles(product);
-        down.min((PROCESSORS as u64 / across).max(1))
-    }
-
-    fn blocks(self, product: &Product, processors: u32) -> u64 {
-        let [down, across] = self.tiles(product);
-        match self.keeps_columns {
-            true => self.blocks_down(product) * across,
-            false => (down * across).min(u64::from(processors.max(1))),
-        }
-    }
-
-    /// Rows that are finished side by side: so many threads have the same columns.
-    fn lines(self) -> u64 {
-        self.finishers() / (self.columns / NEIGHBOURS)
-    }
-}
 
 /// Whether the template computes `product`, with its operands and its result so many bytes behind the start
 /// of their buffers: one of two matrices whose rows begin at multiples of sixteen bytes.
@@ -193,7 +81,7 @@ fn element(number: Number) -> (&'static str, &'static str) {
 }
 
 /// The matrices of a product as the copy engine takes them, tile by tile.
-fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
+fn boxes(product: &Product, [rows, columns]: [u64; 2]) -> [Boxes; 2] {
     let Product {
         m, n, k, left, right, ..
     } = product;
@@ -209,7 +97,7 @@ fn boxes(product: &Product, columns: u64) -> [Boxes; 2] {
     [
         match left.transposed {
             true => of(*m, *k, left.leading, DEPTH),
-            false => of(*k, *m, left.leading, TILE_ROWS),
+            false => of(*k, *m, left.leading, rows),
         },
         match right.transposed {
             true => of(*k, *n, right.leading, columns),
@@ -342,7 +230,7 @@ struct Declared {
 }
 
 /// Declares the left operand (0) or the right one (1).
-fn declared(operands: &Operands, side: usize, columns: u64) -> Declared {
+fn declared(operands: &Operands, side: usize, tile: [u64; 2]) -> Declared {
     let name = ["left", "right"][side];
     let in_pieces = match operands.cut {
         Some(Cut::Rows) => side == 0,
@@ -371,11 +259,8 @@ fn declared(operands: &Operands, side: usize, columns: u64) -> Declared {
             name.to_owned()
         };
         let (buffer, bytes) = [call.left, call.right][side];
-        own.arguments.push(Argument::Matrix(
-            buffer,
-            bytes,
-            boxes(&call.product, columns)[side],
-        ));
+        own.arguments
+            .push(Argument::Matrix(buffer, bytes, boxes(&call.product, tile)[side]));
         own.parameters
             .push(format!("const __grid_constant__ kiln_matrix {parameter}"));
         names.push(format!("&{parameter}"));
@@ -411,8 +296,9 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
     let (element, instruction) = element(product.left.number);
     let mut helpers = format!(
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
-         static constexpr int TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
+         static constexpr int TILE_ROWS = {}, TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
          static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {}, KEEPS_COLUMNS = {};\n{}}};\n",
+        case.rows,
         case.columns,
         case.stages(),
         case.finishers(),
@@ -423,7 +309,7 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
         instructions(case.columns as usize, instruction),
     );
     helpers.push_str(&finish.helpers);
-    let [left, right] = [0, 1].map(|side| declared(operands, side, case.columns));
+    let [left, right] = [0, 1].map(|side| declared(operands, side, [case.rows, case.columns]));
     let registers = |direction: &str, count: u32| match case.ahead {
         0 => String::new(),
         _ => format!("asm volatile(\"setmaxnreg.{direction}.sync.aligned.u32 {count};\");\n"),
@@ -492,17 +378,12 @@ fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
     let leading = product.result.leading;
     let (result, start) = operands.pieces[0].result;
     let arguments = vec![Argument::Part(result, start)];
-    let case = Case {
-        columns,
-        finishes,
-        keeps_columns: false,
-        ahead: 0,
-    };
+    let case = Case::plain(product, columns, finishes);
     let finish = match finishes {
         true => {
             let (element, _) = element(product.left.number);
             let store = format!("product.store(result + own * (kiln_u64){leading} + column);\n");
-            let rows = each_row("int", "own", TOGETHER, &store);
+            let rows = each_row("int", "own", TOGETHER as i64, &store);
             Finish {
                 helpers: "struct @_loaded {};\n".into(),
                 store: String::new(),
@@ -607,45 +488,45 @@ fn together(
     {
         return None;
     }
-    let keeps_columns = !placed.late.is_empty();
-    let columns = match keeps_columns {
-        true => {
-            let fits = |&columns: &u64| operands.lies_in_tiles(columns);
-            let narrow = KEPT_COLUMNS.into_iter().filter(fits);
-            narrow
-                .min_by_key(|&columns| product.n.next_multiple_of(columns) + u64::from(columns < 128) * 64)?
-        }
-        false => operands.columns(WIDTHS_WITH_NEST, options.processors)?,
-    };
-    let mut case = Case {
-        columns,
-        finishes: true,
-        keeps_columns,
-        ahead: 0,
-    };
-    let (blocks, lines) = (case.blocks_down(product), case.lines());
-    let [down, across] = case.tiles(product);
-    let keep = Keep {
-        blocks: blocks as i64,
-        across: across as i64,
-        longest: (down.div_ceil(blocks) * TILE_ROWS.div_ceil(lines)) as i64,
-    };
     let numel = graph.ty(value).numel();
-    let streams = placed
-        .uses
-        .iter()
-        .filter(|(used, _)| *used != value && graph.ty(*used).numel() == numel);
-    let ahead = keeps_columns && case.threads() == 512 && streams.count() > 1;
-    let together = if ahead { TOGETHER / 2 } else { TOGETHER };
+    let is_stream =
+        |&&(used, _): &&(Value, Vec<Vec<Index>>)| used != value && graph.ty(used).numel() == numel;
+    let streams = placed.uses.iter().filter(is_stream).count();
+    let keeps_columns = !placed.late.is_empty();
+    let ahead = keeps_columns && streams > 1;
+    let mut case = match keeps_columns {
+        true => Case::with_sums(product, ahead),
+        false => Case::plain(
+            product,
+            operands.columns(WIDTHS_WITH_NEST, options.processors)?,
+            true,
+        ),
+    };
+    if !operands.lies_in_tiles(case.columns) {
+        return None;
+    }
+    let together = match ahead {
+        true => case.together(TOGETHER / 2),
+        false => case.together(TOGETHER),
+    } as i64;
+    let [_, across] = case.tiles(product);
     let loops = Loops {
         row: (ROW, together),
         column: (COL, NEIGHBOURS as i64),
         ahead,
-        keep,
+        keep: Keep {
+            blocks: case.blocks_down(product) as i64,
+            across: across as i64,
+            longest: case.rows_of_block(product).div_ceil(case.lines()) as i64,
+        },
     };
     let nest = statements(graph, &placed, value, loops);
     // An odd number of vectors of sixteen bytes.
     case.ahead = if ahead {
+        // One place is filled while another is multiplied.
+        if case.stages() < 2 {
+            return None;
+        }
         nest.loaded_bytes as u64 / 32 * 32 + 16
     } else {
         0
@@ -695,8 +576,8 @@ fn finish(nest: &Statements, case: Case, together: i64) -> Finish {
         finish: format!(
             "{top}const auto load = [&](@_loaded& loaded, int k, {index} i{ROW}, {index} i{COL}) {{\n{to}{load}}};\n\
              const auto points = [&](const @_loaded& loaded, int down, int across, {index} row, {index} i{COL}) {{\n{from}{shared}{rows}}};\n\
-             const auto tile = [&] {{\n{tile}}};\n\
-             kiln_product_finish<@_case, {together}, @_loaded>(size, shared, {}, load, points, tile);\n{end}",
+             const auto behind = [&] {{\n{tile}}};\n\
+             kiln_product_finish<@_case, {together}, @_loaded>(size, shared, {}, load, points, behind);\n{end}",
             queue(case)
         ),
         parameters: nest.parameters.clone(),

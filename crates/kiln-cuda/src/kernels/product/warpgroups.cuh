@@ -90,11 +90,11 @@ inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, 
 
 // A block's shared memory: places for operands, the tile of results, barriers.
 template <class C> struct kiln_product_shared {
-    static constexpr int TILE_ROWS = 128, DEPTH = 64;
-    static constexpr int LEFT_BYTES = TILE_ROWS * DEPTH * 2, RIGHT_BYTES = C::TILE_COLUMNS * DEPTH * 2;
+    static constexpr int TILE_ROWS = C::TILE_ROWS, DEPTH = 64;
+    // 64 rows (or columns) of an operand; a turned one comes in whole ones.
+    static constexpr int BLOCK = 64 * DEPTH * 2, RIGHT_BLOCKS = (C::TILE_COLUMNS + 63) / 64;
+    static constexpr int LEFT_BYTES = TILE_ROWS * DEPTH * 2, RIGHT_BYTES = C::RIGHT_TURNED ? RIGHT_BLOCKS * BLOCK : C::TILE_COLUMNS * DEPTH * 2;
     static constexpr int STAGE = LEFT_BYTES + RIGHT_BYTES;
-    // 64 rows (or columns) of a turned operand.
-    static constexpr int BLOCK = 64 * DEPTH * 2;
     // From a row of results to the next: sixteen bytes more than they have, so that eight rows are in different banks.
     static constexpr int PITCH = C::TILE_COLUMNS * 2 + 16;
     // Threads that finish have eight neighbouring columns each, and as many rows are finished at once as they are enough for.
@@ -136,7 +136,7 @@ template <class C> struct kiln_product_shared {
     }
 };
 
-// The tiles of a block, in the order in which it computes them. All blocks together go down bands of 1024 rows, column by column, so that
+// The tiles of a block, in the order in which it computes them. All blocks together go down bands of eight tiles, column by column, so that
 // those that run at the same time share operands in L2. A block that KEEPS_COLUMNS has all its tiles in the same ones; as many blocks as
 // there are tiles across, or a multiple of that, then go down together.
 template <class C> struct kiln_product_tile {
@@ -144,7 +144,7 @@ template <class C> struct kiln_product_tile {
     int number, down, across, row, column;
 
     kiln_product_tile(const kiln_product_size& size)
-        : number(blockIdx.x), down((size.rows + 127) / 128), across((size.columns + C::TILE_COLUMNS - 1) / C::TILE_COLUMNS)
+        : number(blockIdx.x), down((size.rows + C::TILE_ROWS - 1) / C::TILE_ROWS), across((size.columns + C::TILE_COLUMNS - 1) / C::TILE_COLUMNS)
     {
         place();
     }
@@ -161,14 +161,14 @@ private:
     void place()
     {
         if (C::KEEPS_COLUMNS) {
-            row = number / across * 128;
+            row = number / across * C::TILE_ROWS;
             column = number % across * C::TILE_COLUMNS;
             return;
         }
         const int band = number / (BAND * across), within = number % (BAND * across);
         const int tall = down - band * BAND < BAND ? down - band * BAND : BAND;
         // Behind the last tile there is none.
-        row = tall > 0 ? (band * BAND + within % tall) * 128 : 0;
+        row = tall > 0 ? (band * BAND + within % tall) * C::TILE_ROWS : 0;
         column = tall > 0 ? within / tall * C::TILE_COLUMNS : 0;
     }
 };
@@ -224,7 +224,7 @@ template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
             }
             if (C::RIGHT_TURNED) {
                 #pragma unroll
-                for (int i = 0; i < C::TILE_COLUMNS / 64; i++)
+                for (int i = 0; i < S::RIGHT_BLOCKS; i++)
                     kiln_product_box(to + S::LEFT_BYTES + i * S::BLOCK, right, column + 64 * i, from, barrier);
             } else {
                 kiln_product_box(to + S::LEFT_BYTES, right, from, column, barrier);
@@ -239,12 +239,14 @@ template <class C, class Store> void kiln_product_multiply(
     const kiln_product_size& size, const kiln_product_shared<C>& shared, const Store& store)
 {
     typedef kiln_product_shared<C> S;
+    // A group has every other 64 rows of a tile.
+    constexpr int PARTS = S::TILE_ROWS / 128;
     const int half = threadIdx.x / 128 - 1, lane = threadIdx.x % 128;
     // A lane has neighbours of two rows of each eight columns.
     const int down = half * 64 + lane / 32 * 16 + lane % 32 / 4, across = lane % 4 * 2;
     int at = 0;
     kiln_u32 round = 0, turn = 0;
-    float sums[C::TILE_COLUMNS / 2];
+    float sums[PARTS][C::TILE_COLUMNS / 2];
     for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
         int behind = 0;
         for (int from = 0; from < size.reach; from += S::DEPTH) {
@@ -255,7 +257,8 @@ template <class C, class Store> void kiln_product_multiply(
             kiln_group_begin();
             #pragma unroll
             for (int k = 0; k < S::DEPTH / 16; k++) {
-                C::multiply(sums, left, right, from > 0 || k > 0);
+                #pragma unroll
+                for (int part = 0; part < PARTS; part++) C::multiply(sums[part], left + part * (2 * S::BLOCK >> 4), right, from > 0 || k > 0);
                 // Sixteen steps of the depth: 32 bytes of a row, or sixteen rows.
                 left += C::LEFT_TURNED ? 2048 >> 4 : 32 >> 4;
                 right += C::RIGHT_TURNED ? 2048 >> 4 : 32 >> 4;
@@ -269,30 +272,38 @@ template <class C, class Store> void kiln_product_multiply(
             behind = at;
             if (++at == C::STAGES) at = 0, round ^= 1;
         }
-        C::settle(sums);
+        #pragma unroll
+        for (int part = 0; part < PARTS; part++) C::settle(sums[part]);
         if (lane == 0) kiln_barrier_arrive(shared.empty + 8 * behind);
         if (C::FINISHERS) {
             kiln_barrier_wait(shared.taken, turn ^ 1);
             // A warp has sixteen rows. Each lane gives the address of a row of one of four matrices of eight by eight.
             const kiln_u32 to = kiln_address_in_shared(shared.results) + (half * 64 + lane / 32 * 16 + lane % 16) * S::PITCH + lane % 32 / 16 * 16;
             #pragma unroll
-            for (int j = 0; j < C::TILE_COLUMNS / 16; j++) {
-                kiln_u32 words[4];
+            for (int part = 0; part < PARTS; part++) {
                 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    words[i] = kiln_pack<typename C::element>(sums[8 * j + 2 * i], sums[8 * j + 2 * i + 1]);
-                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                    :: "r"(to + 32 * j), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                for (int j = 0; j < C::TILE_COLUMNS / 16; j++) {
+                    kiln_u32 words[4];
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++)
+                        words[i] = kiln_pack<typename C::element>(sums[part][8 * j + 2 * i], sums[part][8 * j + 2 * i + 1]);
+                    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                        :: "r"(to + part * 128 * S::PITCH + 32 * j), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                }
             }
             kiln_barrier_arrive(shared.ready);
             turn ^= 1;
         } else {
             #pragma unroll
-            for (int j = 0; j < C::TILE_COLUMNS / 8; j++) {
+            for (int part = 0; part < PARTS; part++) {
                 #pragma unroll
-                for (int h = 0; h < 2; h++) {
-                    const int row = tile.row + down + 8 * h, column = tile.column + across + 8 * j;
-                    if (row < size.rows && column < size.columns) store(row, column, sums[4 * j + 2 * h], sums[4 * j + 2 * h + 1]);
+                for (int j = 0; j < C::TILE_COLUMNS / 8; j++) {
+                    #pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const int row = tile.row + part * 128 + down + 8 * h, column = tile.column + across + 8 * j;
+                        if (row < size.rows && column < size.columns)
+                            store(row, column, sums[part][4 * j + 2 * h], sums[part][4 * j + 2 * h + 1]);
+                    }
                 }
             }
         }
@@ -366,8 +377,9 @@ template <class C, class T, class Join, class Store> void kiln_product_columns(
 {
     typedef kiln_product_shared<C> S;
     const int lane = kiln_product_finisher(), line = lane / S::ACROSS;
-    T* lines = (T*)shared.results;
-    // Nobody reads results, or what was there before, any more.
+    static_assert(C::FINISHERS * 8 * sizeof(T) <= C::STAGES * S::STAGE, "all of them where operands were");
+    T* lines = (T*)(shared.results - C::STAGES * S::STAGE);
+    // Nobody reads operands, or what was there before, any more.
     asm volatile("bar.sync 1, %0;" :: "n"(C::FINISHERS) : "memory");
     if (line < S::LINES) {
         #pragma unroll
@@ -390,9 +402,9 @@ template <class C, class T, class Join, class Store> void kiln_product_columns(
 //     load(loaded, k, row, column)                  asks for what row number k of a turn needs
 //     points(loaded, down, across, row, column)     computes and stores the rows of a turn: from row `down` and column `across` of the tile
 //                                                   on, which are `row` and `column` of the result
-//     tile()                                        follows the rows of a tile
-template <class C, int TOGETHER, class Loaded, class Queue, class Load, class Points, class Tile> void kiln_product_finish(
-    const kiln_product_size& size, const kiln_product_shared<C>& shared, Queue queue, const Load& load, const Points& points, const Tile& behind)
+//     behind()                                      follows the rows of a tile
+template <class C, int TOGETHER, class Loaded, class Queue, class Load, class Points, class Behind> void kiln_product_finish(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, Queue queue, const Load& load, const Points& points, const Behind& behind)
 {
     typedef kiln_product_shared<C> S;
     constexpr int LINES = S::LINES, EACH = LINES * TOGETHER, TURNS = (S::TILE_ROWS + EACH - 1) / EACH;

@@ -1,0 +1,190 @@
+//! The numbers of a product that Kiln's own template computes ([`super::warpgroups`]): the shape of its tiles, and
+//! what threads and shared memory are used for.
+
+use crate::emit::nest::PROCESSORS;
+use crate::products::Product;
+
+/// Steps of the depth in a place of shared memory, and columns that a turned operand comes in.
+pub(super) const DEPTH: u64 = 64;
+/// Neighbours that a finishing thread has.
+pub(super) const NEIGHBOURS: u64 = 8;
+/// Rows of a tile where sums of columns decide nothing else.
+pub(super) const TILE_ROWS: u64 = 128;
+/// Bytes of shared memory that a block may ask for, without the barriers.
+const SHARED: u64 = (227 << 10) - 512;
+/// Places begin at multiples of so many bytes.
+const BORDER: u64 = 1024;
+/// Turns that a finishing thread has in shared memory.
+pub(super) const AHEAD: u64 = 3;
+/// Registers of a thread that multiplies, and of the others, where the latter have turns ahead: those of 512
+/// threads, which are 128 each, shared out otherwise. With 128, the gradient's sums of two batch norms behind
+/// [401408, 64] · [64, 256] take 401 microseconds, with 160 349 (H100).
+pub(super) const SHARED_OUT: [u32; 2] = [96, 160];
+
+/// Widths of a tile. Each with the clocks that a step of the depth takes, of two floating-point operations a
+/// thousand and twenty-four a clock: narrower tiles read their operands more often (H100).
+pub(super) const WIDTHS: [(u64, f64); 3] = [(256, 1024.0), (192, 790.0), (128, 590.0)];
+/// The same where a nest follows, which also takes a part of what shared memory moves in a clock. A tile of
+/// 256 leaves registers for three warps that finish, a narrower one for seven: SwiGLU behind [8192, 768] ·
+/// [768, 2048] takes 70, 61 and 55 microseconds, behind [8192, 1024] · [1024, 32768] 1201, 1055 and 1067; its
+/// gradient 1362, 1208 and 1361 (H100).
+pub(super) const WIDTHS_WITH_NEST: [(u64, f64); 3] = [(256, 1600.0), (192, 950.0), (128, 640.0)];
+/// Clocks that a block takes for a tile besides: filling the places, and what is left when all have
+/// multiplied.
+pub(super) const TILE_CLOCKS: f64 = 2000.0;
+
+/// The template's numbers for a product.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) struct Case {
+    /// Rows of a tile.
+    pub(super) rows: u64,
+    /// Columns of a tile.
+    pub(super) columns: u64,
+    /// Whether results of 16 bits are finished by warps of their own; those of f32 are stored by those who
+    /// multiply.
+    pub(super) finishes: bool,
+    /// Whether a block stays in its columns, whose sums its threads keep.
+    pub(super) keeps_columns: bool,
+    /// Whether the right operand is turned, which then comes in whole blocks of [`DEPTH`] of its columns.
+    pub(super) right_turned: bool,
+    /// Bytes of a turn that a finishing thread has in shared memory, ahead of its use; 0 if it has one in
+    /// registers.
+    pub(super) ahead: u64,
+}
+
+/// Columns of the widest tile where sums are kept. A wider one takes registers that a nest's loads need:
+/// statistics behind [401408, 64] · [64, 256] take 101 microseconds, with 256 columns 114 (H100).
+const WIDEST_KEPT: u64 = 128;
+/// Columns of the widest tile that is 256 rows tall: each thread that multiplies has as many sums.
+const WIDEST_TALL: u64 = 96;
+/// The same where it has fewer registers.
+const WIDEST_TALL_AHEAD: u64 = 64;
+/// Columns up to which tiles are as wide as they need be. Narrow tiles are short work, so they are also tall:
+/// statistics behind [1605632, 32] · [32, 16] take 110 microseconds in tiles of 128 by 64, 80 by 16, and 70 in
+/// such of 256 by 16; behind [1605632, 16] · [16, 96] 251 in tiles of 128 by 128, and 159 in such of 256 by 96;
+/// behind [401408, 24] · [24, 144] 153, and in two of 256 by 80 92 (H100).
+const FITTED: u64 = 192;
+
+impl Case {
+    /// Tiles of so many columns, whatever follows the product.
+    pub(super) fn plain(product: &Product, columns: u64, finishes: bool) -> Self {
+        Self {
+            rows: TILE_ROWS,
+            columns,
+            finishes,
+            keeps_columns: false,
+            right_turned: !product.right.transposed,
+            ahead: 0,
+        }
+    }
+
+    /// Tiles whose columns a block stays in. `has_ahead` is whether threads have turns in shared memory, which
+    /// only the nest says how large.
+    pub(super) fn with_sums(product: &Product, has_ahead: bool) -> Self {
+        let fitted = |tiles: u64| product.n.div_ceil(tiles).next_multiple_of(16);
+        let columns = match product.n {
+            ..=WIDEST_KEPT => fitted(1),
+            ..=FITTED => fitted(2),
+            _ => WIDEST_KEPT,
+        };
+        let case = Self {
+            columns,
+            keeps_columns: true,
+            ..Self::plain(product, columns, true)
+        };
+        let tall = Self {
+            rows: 2 * TILE_ROWS,
+            ..case
+        };
+        let widest = if has_ahead { WIDEST_TALL_AHEAD } else { WIDEST_TALL };
+        let rows = |case: Self| case.rows_of_block(product);
+        match columns <= widest && 4 * rows(tall) <= 5 * rows(case) {
+            true => tall,
+            false => case,
+        }
+    }
+
+    pub(super) fn threads(self) -> u64 {
+        // The sums of a tile of 256 columns take 128 registers of each thread that multiplies.
+        if self.finishes && self.columns < 256 {
+            512
+        } else {
+            384
+        }
+    }
+
+    /// Threads that finish: all but warp 0 and the two groups that multiply.
+    pub(super) fn finishers(self) -> u64 {
+        if self.finishes { self.threads() - 288 } else { 0 }
+    }
+
+    /// Rows that are finished side by side: so many threads have the same columns.
+    pub(super) fn lines(self) -> u64 {
+        self.finishers() / (self.columns / NEIGHBOURS)
+    }
+
+    /// How many rows a finishing thread has at a time, of so many at most.
+    pub(super) fn together(self, most: u64) -> u64 {
+        (self.rows / self.lines())
+            .clamp(1, most)
+            .next_power_of_two()
+            .min(most)
+    }
+
+    fn stage(self) -> u64 {
+        let right = match self.right_turned {
+            true => self.columns.next_multiple_of(DEPTH),
+            false => self.columns,
+        };
+        (self.rows + right) * DEPTH * 2
+    }
+
+    fn results(self) -> u64 {
+        if self.finishes {
+            self.rows * (self.columns * 2 + 16)
+        } else {
+            0
+        }
+    }
+
+    /// Places for operands.
+    pub(super) fn stages(self) -> u64 {
+        let others = BORDER + self.results() + self.turns();
+        (SHARED.saturating_sub(others) / self.stage()).min(6)
+    }
+
+    /// Bytes of the turns that threads have ahead.
+    fn turns(self) -> u64 {
+        AHEAD * self.ahead * self.finishers()
+    }
+
+    pub(super) fn shared_bytes(self) -> u64 {
+        self.stages() * self.stage() + self.results() + self.turns() + BORDER
+    }
+
+    /// How many tiles a result has, one below the other and side by side.
+    pub(super) fn tiles(self, product: &Product) -> [u64; 2] {
+        [product.m.div_ceil(self.rows), product.n.div_ceil(self.columns)]
+    }
+
+    /// Blocks below each other, where they stay in their columns: as many on every device, because what they
+    /// keep is added up block by block.
+    pub(super) fn blocks_down(self, product: &Product) -> u64 {
+        let [down, across] = self.tiles(product);
+        down.min((PROCESSORS as u64 / across).max(1))
+    }
+
+    /// Rows that such a block computes at most.
+    pub(super) fn rows_of_block(self, product: &Product) -> u64 {
+        self.tiles(product)[0].div_ceil(self.blocks_down(product)) * self.rows
+    }
+
+    /// Blocks on so many multiprocessors.
+    pub(super) fn blocks(self, product: &Product, processors: u32) -> u64 {
+        let [down, across] = self.tiles(product);
+        match self.keeps_columns {
+            true => self.blocks_down(product) * across,
+            false => (down * across).min(u64::from(processors.max(1))),
+        }
+    }
+}
