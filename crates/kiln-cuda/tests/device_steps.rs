@@ -301,6 +301,10 @@ fn products_by_warpgroups() {
             let (name, kernels) = (&joined.graph.name, joined.kernels);
             assert_eq!(checked, Ok(Some(())), "{name} of {dtype}, {kernels} products");
         }
+        for behind::Summed { graph, tolerances } in behind::sums(dtype) {
+            let checked = check_for(&gpu, &graph, Some(&tolerances), &target);
+            assert_eq!(checked, Ok(Some(())), "{} of {dtype}", graph.name);
+        }
     }
 }
 

@@ -5,12 +5,13 @@
 mod behind;
 mod common;
 
+use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::{Options, compile};
-use kiln_cuda::CudaTarget;
 use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::{CallKind, Pointer, StepCode};
 use kiln_cuda::emit::product::warpgroups::Warpgroups;
 use kiln_cuda::testing::host::{Differential, Outcome};
+use kiln_cuda::{CudaStep, CudaTarget};
 use kiln_graph::Graph;
 
 fn code(graph: &Graph, warpgroups: Warpgroups) -> StepCode {
@@ -68,6 +69,47 @@ fn where_the_template_is_not_product_and_nest_follow_each_other() {
                 "{}: {outcome:?}",
                 graph.name
             );
+        }
+    }
+}
+
+#[test]
+fn sums_of_columns_follow_the_product_that_makes_them() {
+    for dtype in ["bf16", "f16"] {
+        for behind::Summed { graph, .. } in behind::sums(dtype) {
+            let step = compile(&graph, &Options::default(), &CudaTarget::default()).unwrap();
+            let name = &graph.name;
+            let sums_alone = |step: &CudaStep| {
+                let kernels = step.schedule.kernels.iter();
+                let mut nests = kernels.filter_map(|kernel| match &kernel.kind {
+                    KernelKind::Nest(nest) => Some(nest),
+                    _ => None,
+                });
+                nests.any(|nest| !nest.late.is_empty())
+            };
+            assert!(!sums_alone(&step), "{name}");
+            assert_eq!(own_products(&step.code), 1, "{name}");
+            assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0, "{name}");
+            let other = CudaTarget {
+                capability: (8, 0),
+                ..CudaTarget::default()
+            };
+            let other = compile(&graph, &Options::default(), &other).unwrap();
+            assert!(sums_alone(&other), "{name}");
+        }
+    }
+}
+
+#[test]
+fn where_the_template_is_not_sums_are_of_what_is_stored() {
+    // One of each kind.
+    for (dtype, cases) in [("bf16", [1, 8]), ("f16", [5, 9])] {
+        let all = behind::sums(dtype).into_iter().enumerate();
+        for (_, summed) in all.filter(|(case, _)| cases.contains(case)) {
+            let differential = Differential::new(&summed.graph);
+            let outcome = differential.tolerances(&summed.tolerances).check();
+            let name = &summed.graph.name;
+            assert!(matches!(outcome, Ok(Outcome::Same)), "{name}: {outcome:?}");
         }
     }
 }
@@ -146,7 +188,12 @@ fn nvrtc_compiles_them() {
     for dtype in ["bf16", "f16"] {
         let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
         let alone = [behind::products(dtype)];
-        let steps = behind::nests(dtype).into_iter().chain(alone).chain(joined);
+        let summed = behind::sums(dtype).into_iter().map(|summed| summed.graph);
+        let steps = behind::nests(dtype)
+            .into_iter()
+            .chain(alone)
+            .chain(joined)
+            .chain(summed);
         for graph in steps {
             let (sources, _) = code(&graph, Warpgroups::Always).sources();
             let compiled = compiler.compile(&sources);

@@ -2,6 +2,10 @@
 
 use kiln_graph::Graph;
 
+mod sums;
+
+pub use sums::{Summed, sums};
+
 /// Products of all orientations, one whose result is f32, and one of a slice of a matrix.
 const PRODUCTS: &str = "graph @products {
   %a = parameter 0 : T[390,200]

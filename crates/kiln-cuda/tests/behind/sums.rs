@@ -1,0 +1,186 @@
+//! Steps in which sums of columns follow a product: batch norm's, behind convolutions of single pixels, and the
+//! gradient of a bias.
+
+use kiln_graph::Graph;
+
+/// A step whose last product has a nest with sums behind it.
+pub struct Summed {
+    pub graph: Graph,
+    /// How far each output may be from the interpreter's: sums over some ten thousand elements, a few of which
+    /// are rounded to the other side.
+    pub tolerances: Vec<f64>,
+}
+
+/// Statistics of channels as batch norm takes them, of `out` channels of images that have `depth`.
+fn statistics(dtype: &str, [images, depth, out]: [usize; 3], [height, width]: [usize; 2]) -> Summed {
+    let plane = format!("{height},{width}");
+    let (base, image, result) = (
+        format!("{images},4,{plane}"),
+        format!("{images},{depth},{plane}"),
+        format!("{images},{out},{plane}"),
+    );
+    let text = format!(
+        "graph @statistics_{depth}_{out} {{
+  %p = parameter 0 : {dtype}[{base}]
+  %u = parameter 1 : {dtype}[{depth},4,1,1]
+  %w = parameter 2 : {dtype}[{out},{depth},1,1]
+  %s = parameter 3 : f32[{out}]
+  %x = conv %p, %u {ONE} : {dtype}[{image}]
+  %y = conv %x, %w {ONE} : {dtype}[{result}]
+  %f = cast %y : f32[{result}]
+  %near = broadcast %s {{dims=[1]}} : f32[{result}]
+  %d = sub %f, %near : f32[{result}]
+  %q = mul %d, %d : f32[{result}]
+  %sum = reduce sum %f {{axes=[0,2,3]}} : f32[{out}]
+  %first = reduce sum %d {{axes=[0,2,3]}} : f32[{out}]
+  %second = reduce sum %q {{axes=[0,2,3]}} : f32[{out}]
+{}
+  return %out, %sum, %first, %second
+}}",
+        applied("%f", &result, out)
+    );
+    Summed {
+        graph: parse(&text),
+        tolerances: vec![ROUNDING, SUM, SUM, SQUARES],
+    }
+}
+
+/// The gradient that reaches an activation behind batch norms and a residual: what passes is stored, and summed up with
+/// each normalisation's image. The activation is a gentle one: which elements a ReLU lets pass depends on rounding.
+fn gradient(
+    dtype: &str,
+    [images, depth, out]: [usize; 3],
+    [height, width]: [usize; 2],
+    norms: usize,
+) -> Summed {
+    let plane = format!("{height},{width}");
+    let (base, image, result) = (
+        format!("{images},4,{plane}"),
+        format!("{images},{depth},{plane}"),
+        format!("{images},{out},{plane}"),
+    );
+    let mut lines = vec![
+        format!("%p = parameter 0 : {dtype}[{base}]"),
+        format!("%u = parameter 1 : {dtype}[{depth},4,1,1]"),
+        format!("%w = parameter 2 : {dtype}[{depth},{out},1,1]"),
+        format!("%o = parameter 3 : {dtype}[{out},4,1,1]"),
+        format!("%dy = conv %p, %u {ONE} : {dtype}[{image}]"),
+        format!(
+            "%dx = conv_input_grad %dy, %w {} : {dtype}[{result}]",
+            ONE.replace('}', &format!(", input=[{plane}]}}"))
+        ),
+        format!("%residual = conv %p, %o {ONE} : {dtype}[{result}]"),
+        format!("%before = cast %residual : f32[{result}]"),
+    ];
+    let mut next = 4;
+    let mut ahead = String::from("%before");
+    for norm in 0..norms {
+        lines.push(format!("%v{norm} = parameter {next} : {dtype}[{out},4,1,1]"));
+        lines.push(format!("%m{norm} = parameter {} : f32[{out}]", next + 1));
+        lines.push(format!("%g{norm} = parameter {} : f32[{out}]", next + 2));
+        next += 3;
+        lines.push(format!("%x{norm} = conv %p, %v{norm} {ONE} : {dtype}[{result}]"));
+        lines.push(format!("%f{norm} = cast %x{norm} : f32[{result}]"));
+        for list in ["m", "g"] {
+            lines.push(format!(
+                "%{list}s{norm} = broadcast %{list}{norm} {{dims=[1]}} : f32[{result}]"
+            ));
+        }
+        lines.push(format!("%c{norm} = sub %f{norm}, %ms{norm} : f32[{result}]"));
+        lines.push(format!("%n{norm} = mul %c{norm}, %gs{norm} : f32[{result}]"));
+        lines.push(format!("%a{norm} = add {ahead}, %n{norm} : f32[{result}]"));
+        ahead = format!("%a{norm}");
+    }
+    lines.extend([
+        "%gentle = constant 0.01 : f32[]".to_owned(),
+        format!("%gentles = broadcast %gentle {{dims=[]}} : f32[{result}]"),
+        format!("%gate = mul {ahead}, %gentles : f32[{result}]"),
+        format!("%share = tanh %gate : f32[{result}]"),
+        format!("%wide = cast %dx : f32[{result}]"),
+        format!("%both = add %wide, %before : f32[{result}]"),
+        format!("%passes = mul %share, %both : f32[{result}]"),
+        format!("%kept = cast %passes : {dtype}[{result}]"),
+        format!("%g = cast %kept : f32[{result}]"),
+        format!("%sum = reduce sum %g {{axes=[0,2,3]}} : f32[{out}]"),
+    ]);
+    lines.push(applied("%g", &result, out));
+    let mut outputs = String::from("%out, %sum");
+    for norm in 0..norms {
+        lines.push(format!("%e{norm} = mul %c{norm}, %g : f32[{result}]"));
+        lines.push(format!(
+            "%t{norm} = reduce sum %e{norm} {{axes=[0,2,3]}} : f32[{out}]"
+        ));
+        outputs.push_str(&format!(", %t{norm}"));
+    }
+    let text = format!(
+        "graph @gradient_{depth}_{out}_{norms} {{\n{}\nreturn {outputs}\n}}",
+        lines.join("\n")
+    );
+    Summed {
+        graph: parse(&text),
+        tolerances: [ROUNDING, SUM].into_iter().chain(vec![SQUARES; norms]).collect(),
+    }
+}
+
+/// A linear layer's gradient behind a ReLU, and that of the bias.
+fn bias(dtype: &str) -> Summed {
+    let text = format!(
+        "graph @bias_gradient {{
+  %dy = parameter 0 : {dtype}[8,163,72]
+  %w = parameter 1 : {dtype}[1288,72]
+  %x = parameter 2 : {dtype}[8,163,1288]
+  %dh = dot_general %dy, %w {{a_contract=[2], b_contract=[1]}} : {dtype}[8,163,1288]
+  %zero = constant 0.0 : f32[]
+  %zeros = broadcast %zero {{dims=[]}} : f32[8,163,1288]
+  %h = cast %x : f32[8,163,1288]
+  %hidden = compare le %h, %zeros : bool[8,163,1288]
+  %d = cast %dh : f32[8,163,1288]
+  %g = select %hidden, %zeros, %d : f32[8,163,1288]
+  %out = cast %g : {dtype}[8,163,1288]
+  %sum = reduce sum %g {{axes=[0,1]}} : f32[1288]
+  return %out, %sum
+}}"
+    );
+    Summed {
+        graph: parse(&text),
+        tolerances: vec![ROUNDING, SUM],
+    }
+}
+
+/// Lines that read `value` again with its sum, as `%out`: a step's own outputs would not lie channels-last.
+fn applied(value: &str, shape: &str, channels: usize) -> String {
+    format!(
+        "%little = constant 1e-6 : f32[]
+  %littles = broadcast %little {{dims=[]}} : f32[{channels}]
+  %part = mul %sum, %littles : f32[{channels}]
+  %parts = broadcast %part {{dims=[1]}} : f32[{shape}]
+  %out = add {value}, %parts : f32[{shape}]"
+    )
+}
+
+const ONE: &str = "{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1}";
+/// Neighbours in bf16 of what the products here make.
+const ROUNDING: f64 = 0.75;
+const SUM: f64 = 60.0;
+const SQUARES: f64 = 4000.0;
+
+fn parse(text: &str) -> Graph {
+    Graph::parse(text).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Steps of all shapes of tiles: as wide as the result, several side by side, tall ones, ones of few rows, and columns
+/// that no tile divides.
+pub fn sums(dtype: &str) -> Vec<Summed> {
+    vec![
+        statistics(dtype, [9, 32, 16], [107, 109]),
+        statistics(dtype, [3, 24, 144], [64, 67]),
+        statistics(dtype, [2, 72, 136], [77, 81]),
+        statistics(dtype, [1, 64, 256], [79, 83]),
+        gradient(dtype, [5, 16, 24], [119, 121], 0),
+        gradient(dtype, [5, 104, 32], [101, 103], 1),
+        gradient(dtype, [3, 64, 96], [75, 77], 1),
+        gradient(dtype, [3, 64, 128], [66, 67], 1),
+        gradient(dtype, [2, 40, 200], [64, 65], 2),
+        bias(dtype),
+    ]
+}
