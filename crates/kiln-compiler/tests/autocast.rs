@@ -423,6 +423,48 @@ fn gradients_of_relus_look_at_what_is_stored() {
     }
 }
 
+/// A gradient that enters a batch normalisation is stored, because the sum over the batch is needed before it is read
+/// again; one that chooses among 16 bits is not.
+#[test]
+fn gradients_that_meet_their_sum_are_stored_in_16_bits() {
+    let step = |gradient: &str| {
+        let text = format!(
+            "graph @norm {{
+      %dy = parameter 0 : f32[4,8,6,6]
+      %w = parameter 1 : f32[8,16,1,1]
+      %v = parameter 2 : f32[8,16,1,1]
+      %mask = parameter 3 : bool[4,16,6,6]
+      %factor = parameter 4 : f32[16]
+      %zero = constant 0.0 : f32[] ; bwd
+      %zeros = broadcast %zero {{dims=[]}} : f32[4,16,6,6] ; bwd
+      %a = conv_input_grad %dy, %w {ONE}, input=[6,6]}} : f32[4,16,6,6] ; bwd
+      %b = conv_input_grad %dy, %v {ONE}, input=[6,6]}} : f32[4,16,6,6] ; bwd
+      %c = add %a, %b : f32[4,16,6,6] ; bwd
+      %g = select %mask, %zeros, {gradient} : f32[4,16,6,6] ; bwd
+      %sum = reduce sum %g {{axes=[0,2,3]}} : f32[16] ; bwd
+      %mean = mul %sum, %factor : f32[16] ; bwd
+      %means = broadcast %mean {{dims=[1]}} : f32[4,16,6,6] ; bwd
+      %factors = broadcast %factor {{dims=[1]}} : f32[4,16,6,6] ; bwd
+      %scaled = mul %g, %factors : f32[4,16,6,6] ; bwd
+      %dx = sub %scaled, %means : f32[4,16,6,6] ; bwd
+      %out = conv %dx, %w {ONE}}} : f32[4,8,6,6] ; bwd
+      return %out, %sum
+    }}"
+        );
+        let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{error}"));
+        let (cast, report) = autocast(&graph, DType::BF16, &POLICY).unwrap();
+        verify(&cast).unwrap();
+        let stored = report.unwrap().stored;
+        stored
+            .iter()
+            .filter(|stored| stored.reason == Reason::Summed)
+            .count()
+    };
+    const ONE: &str = "{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1";
+    assert_eq!(step("%c"), 1);
+    assert_eq!(step("%a"), 0);
+}
+
 /// The program's own casts of f64 have ReLUs in front of them, too.
 #[test]
 fn relus_of_f64_are_left_alone() {

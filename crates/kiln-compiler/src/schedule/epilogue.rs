@@ -17,6 +17,7 @@ use kiln_graph::{Graph, Node, NodeData, Value};
 
 use super::access::{self, Side, Strided, side_of, strided};
 use super::buffer::Buffer;
+use super::class::is_cheap;
 use super::layout::{join, position, strides};
 use super::nest::{Nest, Store, bijective, vars};
 use crate::index::{Index, Var, bit, linear};
@@ -236,7 +237,12 @@ pub fn fits(
                 .split
                 .is_some_and(|split| vars(&nest.maps[&result]) == split.cols)
     };
-    if !complete || !reductions.all(of_columns) {
+    // Beside sums, functions of many instructions take the few warps of a template that finish longer than all
+    // warps of a kernel of their own.
+    let cheap =
+        |&node: &Node| is_cheap(&graph.node(node).op) || matches!(graph.node(node).op, Op::Reduce { .. });
+    let light = nest.late.is_empty() || nest.members.iter().all(cheap);
+    if !complete || !light || !reductions.all(of_columns) {
         return false;
     }
     // An epilogue saves writing and reading the result. But it reads its other operands in pieces of rows,

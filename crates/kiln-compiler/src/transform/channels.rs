@@ -538,3 +538,115 @@ fn same_axis(shape: &Shape, axis: usize, operand: &Shape) -> Option<usize> {
     (0..operand.rank())
         .find(|&own| operand[own] == shape[axis] && operand[..own].iter().product::<usize>() == before)
 }
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::{HostTensor, interpret, interpret_f64, verify};
+
+    use super::*;
+    use crate::testing::POLICY;
+
+    /// Mean and variance of each channel of a convolution.
+    fn statistics(attributes: &str, plane: usize) -> Graph {
+        let text = format!(
+            "graph @statistics {{
+  %x = parameter 0 : f32[4,3,12,10]
+  %w = parameter 1 : f32[5,3,1,1]
+  %y = conv %x, %w {{{attributes}, dilation=[1,1], groups=1}} : f32[4,5,{p},10]
+  %count = constant {n}.0 : f32[]
+  %counts = broadcast %count {{dims=[]}} : f32[5]
+  %sum = reduce sum %y {{axes=[0,2,3]}} : f32[5]
+  %mean = div %sum, %counts : f32[5]
+  %means = broadcast %mean {{dims=[1]}} : f32[4,5,{p},10]
+  %d = sub %y, %means : f32[4,5,{p},10]
+  %q = mul %d, %d : f32[4,5,{p},10]
+  %squares = reduce sum %q {{axes=[0,2,3]}} : f32[5]
+  %variance = div %squares, %counts : f32[5]
+  return %mean, %variance
+}}",
+            p = plane,
+            n = 40 * plane
+        );
+        Graph::parse(&text).unwrap_or_else(|error| panic!("{error}"))
+    }
+
+    const WHOLE: &str = "stride=[1,1], pad_low=[0,0], pad_high=[0,0]";
+
+    /// The operations whose results samples are taken of.
+    fn sampled(graph: &Graph) -> Vec<&'static str> {
+        let slices = graph
+            .nodes()
+            .filter(|(_, data)| matches!(data.op, Op::Slice { .. }));
+        let mut made: Vec<_> = slices
+            .map(|(_, data)| graph.def(data.inputs[0]).op.name())
+            .collect();
+        made.dedup();
+        made
+    }
+
+    #[test]
+    fn the_shift_of_a_product_that_is_summed_up_is_known_before_it() {
+        let sums = Policy {
+            epilogue_sums: Some(1),
+            epilogue_types: &[DType::BF16],
+            ..POLICY
+        };
+        let of = |policy: &Policy, attributes: &str, plane: usize, autocast: Option<DType>| {
+            let graph = channels(&statistics(attributes, plane), policy, autocast).unwrap();
+            verify(&graph).unwrap();
+            sampled(&graph)
+        };
+        assert_eq!(of(&sums, WHOLE, 12, Some(DType::BF16)), ["parameter"]);
+        // The template has no products of these types.
+        assert_eq!(of(&sums, WHOLE, 12, None), ["conv"]);
+        assert_eq!(of(&sums, WHOLE, 12, Some(DType::F16)), ["conv"]);
+        assert_eq!(of(&POLICY, WHOLE, 12, Some(DType::BF16)), ["conv"]);
+        let strided = "stride=[2,1], pad_low=[0,0], pad_high=[0,0]";
+        assert_eq!(of(&sums, strided, 6, Some(DType::BF16)), ["conv"]);
+        let padded = "stride=[1,1], pad_low=[1,0], pad_high=[1,0]";
+        assert_eq!(of(&sums, padded, 14, Some(DType::BF16)), ["conv"]);
+    }
+
+    #[test]
+    fn variances_around_it_have_no_more_error() {
+        let sums = Policy {
+            epilogue_sums: Some(1),
+            epilogue_types: &[DType::BF16],
+            ..POLICY
+        };
+        let graph = statistics(WHOLE, 12);
+        let of_product = channels(&graph, &sums, Some(DType::BF16)).unwrap();
+        let of_result = channels(&graph, &sums, None).unwrap();
+        // Channels far from zero, one without any deviation, and one of zeros.
+        let image = (0..4 * 3 * 120).map(|at| match at / 120 % 3 {
+            0 => 1.0,
+            _ => f64::from(at * 37 % 101).sin(),
+        });
+        let weight = [
+            [300.0, 1.0, 0.0],
+            [0.0, 0.5, -2.0],
+            [7.7, 0.0, 0.0],
+            [0.0, 0.0, 0.0],
+            [-40.0, 0.1, 0.1],
+        ];
+        let tensors = [
+            HostTensor::from_floats(DType::F32, [4, 3, 12, 10], image),
+            HostTensor::from_floats(DType::F32, [5, 3, 1, 1], weight.into_iter().flatten()),
+        ];
+        let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
+        let distance = |graph: &Graph| -> Vec<f64> {
+            let actual = interpret(graph, &tensors, &[]).unwrap();
+            let [actual, expected] = [&actual[1], &expected[1]].map(HostTensor::to_f64s);
+            actual
+                .iter()
+                .zip(expected)
+                .map(|(a, b)| (a - b).abs() / (b + 1e-3))
+                .collect()
+        };
+        let [of_product, of_result] = [of_product, of_result].map(|graph| distance(&graph));
+        assert!(
+            of_result.iter().chain(&of_product).all(|&error| error < 1e-3),
+            "{of_product:?} {of_result:?}"
+        );
+    }
+}
