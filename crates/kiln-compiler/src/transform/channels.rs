@@ -33,7 +33,7 @@
 //!
 //! Where a convolution of single pixels makes `x` and its template sums up what it stores
 //! ([`Policy::epilogue_sums`]), `s` must be known before `x` is: the samples are then those of the
-//! convolution's own image, and `s` is the convolution of their mean.
+//! convolution's own image, and `s` is the convolution of their mean. There `sum(x)` is `p + n * s`, too, which is one sum less.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -55,6 +55,7 @@ pub fn channels(graph: &Graph, policy: &Policy, autocast: Option<DType>) -> Resu
         autocast,
         by_channel: FxHashMap::default(),
         sums: FxHashMap::default(),
+        around: FxHashMap::default(),
     };
     for (id, node) in graph.nodes() {
         pass.node(id, node)?;
@@ -71,6 +72,8 @@ struct Channels<'a> {
     /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is the
     /// image's.
     sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
+    /// The results of [`Channels::around`].
+    around: FxHashMap<Value, (Value, Value)>,
 }
 
 /// The factors of a product: those that differ from place to place, and those that a channel has.
@@ -89,6 +92,12 @@ enum Factor {
 
 /// Elements of a channel whose mean its variance is computed around, if it has as many.
 const SAMPLES: usize = 16;
+
+/// The same where each is a product of a pixel by a weight: fewer of deep ones, but this many.
+const SAMPLES_OF_PRODUCT: usize = 4;
+
+/// Elements of all pixels that are sampled for products, if so many samples are left.
+const SAMPLED_DEPTH: usize = 4096;
 
 /// Most factors that a product is taken apart into.
 const MAX_FACTORS: usize = 12;
@@ -339,6 +348,9 @@ impl Channels<'_> {
                     let means = graph.binary(BinaryOp::Mul, count, mean, p)?;
                     graph.binary(BinaryOp::Sub, sum, means, p)?
                 }
+                None if self.policy.epilogue_sums.is_some() && self.convolution(x).is_some() => {
+                    self.sum_around(x, count, p)?
+                }
                 None => self.plain_sum(x, p)?,
             },
             [x, y] if x == y => match self.difference(x, p)? {
@@ -349,6 +361,31 @@ impl Channels<'_> {
         };
         self.sums.insert(key, sum);
         Ok(sum)
+    }
+
+    /// `sum(x)` by way of the sum that a variance needs in any case: one less to keep.
+    fn sum_around(&mut self, x: Value, count: f64, p: &Provenance) -> Result<Value, TypeError> {
+        let (near, sample) = self.around(x, p)?;
+        let sum = self.plain_sum(near, p)?;
+        let graph = &mut self.rewriter.graph;
+        let ty = graph.ty(sum).clone();
+        let count = graph.full(count, &ty, p)?;
+        let samples = graph.binary(BinaryOp::Mul, count, sample, p)?;
+        graph.binary(BinaryOp::Add, sum, samples, p)
+    }
+
+    /// `x - s`, and `s`, the mean of some elements of each channel.
+    fn around(&mut self, x: Value, p: &Provenance) -> Result<(Value, Value), TypeError> {
+        if let Some(&known) = self.around.get(&x) {
+            return Ok(known);
+        }
+        let sample = self.near_mean(x, p)?;
+        let graph = &mut self.rewriter.graph;
+        let shape = graph.shape(x).clone();
+        let samples = spread(graph, sample, &shape, p)?;
+        let near = graph.binary(BinaryOp::Sub, x, samples, p)?;
+        self.around.insert(x, (near, sample));
+        Ok((near, sample))
     }
 
     /// The image and the value of each channel that `value` is the difference of.
@@ -363,11 +400,8 @@ impl Channels<'_> {
 
     /// `sum((x - mean)^2)`, whatever `mean` is.
     fn square_sum(&mut self, x: Value, mean: Value, count: f64, p: &Provenance) -> Result<Value, TypeError> {
-        let sample = self.near_mean(x, p)?;
+        let (near, sample) = self.around(x, p)?;
         let graph = &mut self.rewriter.graph;
-        let shape = graph.shape(x).clone();
-        let samples = spread(graph, sample, &shape, p)?;
-        let near = graph.binary(BinaryOp::Sub, x, samples, p)?;
         let square = graph.binary(BinaryOp::Mul, near, near, p)?;
         let (first, second) = (self.plain_sum(near, p)?, self.plain_sum(square, p)?);
         let graph = &mut self.rewriter.graph;
@@ -391,7 +425,7 @@ impl Channels<'_> {
         }
         let shape = self.rewriter.graph.shape(x).clone();
         let list = Shape::from(&[shape[1]][..]);
-        let counts = sample_counts(shape.dims());
+        let counts = sample_counts(shape.dims(), SAMPLES);
         let ones: Vec<usize> = vec![1; shape.rank()];
         let graph = &mut self.rewriter.graph;
         let one = graph.add(sample_slice(shape.dims(), &ones), &[x], p)?;
@@ -412,17 +446,23 @@ impl Channels<'_> {
         graph.binary(BinaryOp::Add, one, apart, p)
     }
 
+    /// The result of a convolution that `x` is, or is a cast of.
+    fn convolution(&self, x: Value) -> Option<Value> {
+        let data = self.rewriter.graph.def(x);
+        match data.op {
+            Op::Cast(_) => self.convolution(data.inputs[0]),
+            Op::Conv(_) => Some(x),
+            _ => None,
+        }
+    }
+
     /// The image and the weight of the convolution of single pixels that makes `x`, if its template can sum up
     /// `x`.
     fn summed_product(&self, x: Value) -> Option<[Value; 2]> {
         let graph = &self.rewriter.graph;
-        let mut made = x;
-        while let Op::Cast(_) = graph.def(made).op {
-            made = graph.def(made).inputs[0];
-        }
+        let made = self.convolution(x)?;
         let data = graph.def(made);
         let is_summed = self.policy.epilogue_sums.is_some()
-            && matches!(data.op, Op::Conv(_))
             && products::is_of_pixels(graph, data)
             && match graph.dtype(made) {
                 DType::F32 => self.autocast,
@@ -441,7 +481,8 @@ impl Channels<'_> {
         let graph = &mut self.rewriter.graph;
         let shape = graph.shape(image).clone();
         let rank = shape.rank();
-        let counts = sample_counts(shape.dims());
+        let most = (SAMPLED_DEPTH / shape[1].max(1)).clamp(SAMPLES_OF_PRODUCT, SAMPLES);
+        let counts = sample_counts(shape.dims(), most);
         let some = graph.add(sample_slice(shape.dims(), &counts), &[image], p)?;
         let some = graph.cast(some, DType::F32, p)?;
         let weight = graph.cast(weight, DType::F32, p)?;
@@ -494,15 +535,15 @@ impl Channels<'_> {
     }
 }
 
-/// How many samples of a channel to take along each axis.
-fn sample_counts(shape: &[usize]) -> Vec<usize> {
+/// How many samples of a channel to take along each axis, `most` in all.
+fn sample_counts(shape: &[usize], most: usize) -> Vec<usize> {
     let mut counts = vec![1; shape.len()];
     loop {
         let taken: usize = counts.iter().product();
         // The axis with the most elements for each sample.
         let axes = (0..shape.len()).filter(|&axis| axis != 1 && 2 * counts[axis] <= shape[axis]);
         match axes.max_by_key(|&axis| shape[axis] / counts[axis]) {
-            Some(axis) if 2 * taken <= SAMPLES => counts[axis] *= 2,
+            Some(axis) if 2 * taken <= most => counts[axis] *= 2,
             _ => return counts,
         }
     }
