@@ -423,8 +423,8 @@ fn gradients_of_relus_look_at_what_is_stored() {
     }
 }
 
-/// A gradient that enters a batch normalisation is stored, because the sum over the batch is needed before it is read
-/// again; one that chooses among 16 bits is not.
+/// A gradient that enters a batch normalisation is stored, because the sum over the batch is needed before it
+/// is read again; one that chooses among 16 bits is not.
 #[test]
 fn gradients_that_meet_their_sum_are_stored_in_16_bits() {
     let step = |gradient: &str| {

@@ -10,15 +10,16 @@ use kiln_graph::DType;
 pub const POLICY: Policy = Policy {
     // What the driver's own allocations have, and two lines of L2.
     alignment: 256,
-    // Memory is plentiful and what lies in it pushes nothing out of L2: only between choices of about equal traffic does
-    // the smaller win. At 101, resnet50 (batch 128) computed each activation of its forward pass a second time to save
-    // 1.7 GB, and moved 57.4 GB a step in place of 51.7; llama-125m (8 x 1024) moved 33.1 GB in place of 31.3.
+    // Memory is plentiful and what lies in it pushes nothing out of L2: only between choices of about equal
+    // traffic does the smaller win. At 101, resnet50 (batch 128) computed each activation of its forward pass
+    // a second time to save 1.7 GB, and moved 57.4 GB a step in place of 51.7; llama-125m (8 x 1024) moved
+    // 33.1 GB in place of 31.3.
     hold_percent: 25,
-    // For 64 channels of 56 by 56 (128 images) cuDNN's engine takes 2.0 ms with a result of f32 and 0.07 with one of
-    // bf16; tiles of our own take 0.16.
+    // For 64 channels of 56 by 56 (128 images) cuDNN's engine takes 2.0 ms with a result of f32 and 0.07 with
+    // one of bf16; tiles of our own take 0.16.
     narrow_weight_gradients: true,
-    // Statistics of some thousand channels or rows: kernels on these are joined where nothing keeps their order.
-    // Some hundred such buffers are a few megabytes.
+    // Statistics of some thousand channels or rows: kernels on these are joined where nothing keeps their
+    // order. Some hundred such buffers are a few megabytes.
     kept_buffer: 32 * 1024,
     // All arguments of a kernel travel in 4 KiB; what bounds a nest are the registers that loads in flight
     // take.
@@ -64,11 +65,12 @@ pub const POLICY: Policy = Policy {
 /// ([`crate::emit::product::warpgroups`]).
 pub const WITH_WARPGROUPS: Policy = Policy {
     epilogue_types: &[DType::BF16, DType::F16],
-    // SwiGLU's gradient reads two. For [8192, 1024] . [1024, 32768] with that behind it, 1.15 ms in place of 0.8 and 0.9;
-    // SwiGLU, which reads one, takes 1.0 in place of 0.8 and 0.53 (H100).
+    // SwiGLU's gradient reads two. For [8192, 1024] . [1024, 32768] with that behind it, 1.15 ms in place of
+    // 0.8 and 0.9; SwiGLU, which reads one, takes 1.0 in place of 0.8 and 0.53 (H100).
     epilogue_streams: 2,
-    // Statistics of batch norm behind [401408, 64] . [64, 256] take 2 us where a kernel of their own takes 84; the sums of
-    // its gradient behind that read three more tensors, and take 361 in place of 99 and 352 (H100).
+    // Statistics of batch norm behind [401408, 64] . [64, 256] take 2 us where a kernel of their own takes
+    // 84; the sums of its gradient behind that read three more tensors, and take 361 in place of 99 and 352
+    // (H100).
     epilogue_sums: Some(3),
     epilogue_pixels: true,
     // A tile of 128 by 128 for three of four multiprocessors.

@@ -1,6 +1,6 @@
-//! Products by Kiln's own template for Hopper, in pieces and with what follows them, on a machine without a GPU: that they are
-//! chosen, that NVRTC compiles them, and that other devices compute the same in two kernels. `device_steps.rs`
-//! runs them.
+//! Products by Kiln's own template for Hopper, in pieces and with what follows them, on a machine without a
+//! GPU: that they are chosen, that NVRTC compiles them, and that other devices compute the same in two
+//! kernels. `device_steps.rs` runs them.
 
 mod behind;
 mod common;

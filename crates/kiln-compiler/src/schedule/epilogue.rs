@@ -237,8 +237,8 @@ pub fn fits(
                 .split
                 .is_some_and(|split| vars(&nest.maps[&result]) == split.cols)
     };
-    // Beside sums, functions of many instructions take the few warps of a template that finish longer than all
-    // warps of a kernel of their own.
+    // Beside sums, functions of many instructions take the few warps of a template that finish longer than
+    // all warps of a kernel of their own.
     let cheap =
         |&node: &Node| is_cheap(&graph.node(node).op) || matches!(graph.node(node).op, Op::Reduce { .. });
     let light = nest.late.is_empty() || nest.members.iter().all(cheap);

@@ -22,18 +22,19 @@
 //! ```
 //!
 //! A factor that is infinite or zero then multiplies the whole sum and not its elements: `sum(x) * inf` may
-//! be infinite where an element `0 * inf` would have made the sum NaN. Likewise a sum of elements near the end
-//! of the range of f32 overflows before a small factor makes it less.
+//! be infinite where an element `0 * inf` would have made the sum NaN. Likewise a sum of elements near the
+//! end of the range of f32 overflows before a small factor makes it less.
 //!
-//! The last form needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES`
-//! elements of the channel, spread over images and places. Cancellation loses `1 + (t / deviation)^2` times
-//! the rounding of the sums: one element alone is a deviation or three away from the mean, and in images
-//! with outliers many deviations. Samples are taken relative to one of them, so that a channel of equal
-//! elements has a variance of zero.
+//! The last form needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES` elements
+//! of the channel, spread over images and places. Cancellation loses `1 + (t / deviation)^2` times the
+//! rounding of the sums: one element alone is a deviation or three away from the mean, and in images with
+//! outliers many deviations. Samples are taken relative to one of them, so that a channel of equal elements
+//! has a variance of zero.
 //!
 //! Where a convolution of single pixels makes `x` and its template sums up what it stores
 //! ([`Policy::epilogue_sums`]), `s` must be known before `x` is: the samples are then those of the
-//! convolution's own image, and `s` is the convolution of their mean. There `sum(x)` is `p + n * s`, too, which is one sum less.
+//! convolution's own image, and `s` is the convolution of their mean. There `sum(x)` is `p + n * s`, too,
+//! which is one sum less.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -69,8 +70,8 @@ struct Channels<'a> {
     autocast: Option<DType>,
     /// The results of [`Channels::by_channel`], by value and axis.
     by_channel: FxHashMap<(Value, usize), Option<Value>>,
-    /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is the
-    /// image's.
+    /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is
+    /// the image's.
     sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
     /// The results of [`Channels::around`].
     around: FxHashMap<Value, (Value, Value)>,
@@ -456,8 +457,8 @@ impl Channels<'_> {
         }
     }
 
-    /// The image and the weight of the convolution of single pixels that makes `x`, if its template can sum up
-    /// `x`.
+    /// The image and the weight of the convolution of single pixels that makes `x`, if its template can sum
+    /// up `x`.
     fn summed_product(&self, x: Value) -> Option<[Value; 2]> {
         let graph = &self.rewriter.graph;
         let made = self.convolution(x)?;

@@ -124,7 +124,8 @@ const RESIDUAL: &str = "graph @residual {
   return %out
 }";
 
-/// Products that share their left operand, and as many that share their right one: results of 16 bits and of f32.
+/// Products that share their left operand, and as many that share their right one: results of 16 bits and of
+/// f32.
 const SHARED: &str = "graph @shared {
   %x = parameter 0 : T[8,163,72]
   %p = parameter 1 : T[72,512]
@@ -222,8 +223,8 @@ pub struct Joined {
     pub graph: Graph,
     /// Kernels of the template that this makes.
     pub kernels: usize,
-    /// How far each output may be from the interpreter's, if not by its type: a sum of f32 is rounded to 16 bits
-    /// where its terms were.
+    /// How far each output may be from the interpreter's, if not by its type: a sum of f32 is rounded to 16
+    /// bits where its terms were.
     pub tolerances: Option<&'static [f64]>,
 }
 

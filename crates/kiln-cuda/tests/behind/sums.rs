@@ -1,13 +1,13 @@
-//! Steps in which sums of columns follow a product: batch norm's, behind convolutions of single pixels, and the
-//! gradient of a bias.
+//! Steps in which sums of columns follow a product: batch norm's, behind convolutions of single pixels, and
+//! the gradient of a bias.
 
 use kiln_graph::Graph;
 
 /// A step whose last product has a nest with sums behind it.
 pub struct Summed {
     pub graph: Graph,
-    /// How far each output may be from the interpreter's: sums over some ten thousand elements, a few of which
-    /// are rounded to the other side.
+    /// How far each output may be from the interpreter's: sums over some ten thousand elements, a few of
+    /// which are rounded to the other side.
     pub tolerances: Vec<f64>,
 }
 
@@ -45,8 +45,9 @@ fn statistics(dtype: &str, [images, depth, out]: [usize; 3], [height, width]: [u
     }
 }
 
-/// The gradient that reaches an activation behind batch norms and a residual: what passes is stored, and summed up with
-/// each normalisation's image. The activation is a gentle one: which elements a ReLU lets pass depends on rounding.
+/// The gradient that reaches an activation behind batch norms and a residual: what passes is stored, and
+/// summed up with each normalisation's image. The activation is a gentle one: which elements a ReLU lets pass
+/// depends on rounding.
 fn gradient(
     dtype: &str,
     [images, depth, out]: [usize; 3],
@@ -168,8 +169,8 @@ fn parse(text: &str) -> Graph {
     Graph::parse(text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Steps of all shapes of tiles: as wide as the result, several side by side, tall ones, ones of few rows, and columns
-/// that no tile divides.
+/// Steps of all shapes of tiles: as wide as the result, several side by side, tall ones, ones of few rows,
+/// and columns that no tile divides.
 pub fn sums(dtype: &str) -> Vec<Summed> {
     vec![
         statistics(dtype, [9, 32, 16], [107, 109]),

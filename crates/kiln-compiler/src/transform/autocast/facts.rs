@@ -132,8 +132,8 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading it
-    /// again costs no more than the choice.
+    /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading
+    /// it again costs no more than the choice.
     fn is_choice(&self, data: &NodeData) -> bool {
         matches!(data.op, Op::Select)
             && data.inputs[1..].iter().all(|&value| {
@@ -251,7 +251,8 @@ impl<'a> Facts<'a> {
     }
 }
 
-/// Operations behind a value that are looked at for one that meets its sum: a normalisation's gradient has ten.
+/// Operations behind a value that are looked at for one that meets its sum: a normalisation's gradient has
+/// ten.
 const MOST_READERS: usize = 32;
 
 /// The readers of a value.

@@ -12,8 +12,8 @@
 //! | such gradients that are read again behind their sum over the batch (batch normalisation) | 16 bits |
 //! | arguments and outputs of the step, reductions, statistics, what runs in the optimizer phase, losses, everything else | f32 |
 //!
-//! A pointwise operation never computes in 16 bits. Where its result is stored in 16 bits, a cast follows
-//! it in the same loop nest; readers of the stored value widen it while they load it. Values that stay in
+//! A pointwise operation never computes in 16 bits. Where its result is stored in 16 bits, a cast follows it
+//! in the same loop nest; readers of the stored value widen it while they load it. Values that stay in
 //! registers are not rounded:
 //!
 //! ```text
@@ -23,17 +23,17 @@
 //! = cast %v : bf16 %u = dot_general %v, %r              %u = dot_general %vh, ..
 //! ```
 //!
-//! There are four steps. `facts` finds for each value what it is made from and who reads it. `rewrite`
-//! makes the graph with its casts; equal casts are one, and casts stand in front of movements. `masks` lets
-//! the gradients of ReLUs look at what these stored. `widen` gives each reader of 16 bits a widening cast of
-//! its own, so that no f32 copy is ever stored.
+//! There are four steps. `facts` finds for each value what it is made from and who reads it. `rewrite` makes
+//! the graph with its casts; equal casts are one, and casts stand in front of movements. `masks` lets the
+//! gradients of ReLUs look at what these stored. `widen` gives each reader of 16 bits a widening cast of its
+//! own, so that no f32 copy is ever stored.
 //!
 //! The pass runs after all patterns, which match f32 compositions, and before the partition, which then
 //! counts two bytes where two are stored. An argument that a contraction reads is cast by a kernel at the
 //! start of the step, unless the caller has it in 16 bits as well ([`kiln_graph::Graph::note_copy`]): that
 //! copy is read then. All other casts are parts of kernels that run anyway. A graph whose contractions are
-//! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as
-//! it is.
+//! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as it
+//! is.
 
 mod facts;
 mod masks;
@@ -49,8 +49,8 @@ use crate::policy::Policy;
 use facts::Facts;
 use rewrite::Rewrite;
 
-/// `graph` with its products in `dtype`, which is `f16` or `bf16`, for a target of these thresholds, and what was decided; no report if there
-/// was nothing to do.
+/// `graph` with its products in `dtype`, which is `f16` or `bf16`, for a target of these thresholds, and what
+/// was decided; no report if there was nothing to do.
 ///
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.

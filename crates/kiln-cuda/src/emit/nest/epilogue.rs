@@ -4,8 +4,8 @@
 //! the statements inside. They are those of a nest of its own, with one difference: the result of the product
 //! is not loaded, but is in the lanes of `product`.
 //!
-//! Sums of columns ([`super::late`]) are kept from tile to tile: a thread that finishes has the same columns in
-//! all tiles of its block. What each leaves at its end is added up by a second kernel.
+//! Sums of columns ([`super::late`]) are kept from tile to tile: a thread that finishes has the same columns
+//! in all tiles of its block. What each leaves at its end is added up by a second kernel.
 
 use kiln_compiler::index::{Var, bit};
 use kiln_compiler::schedule::nest::{Nest, Store};
@@ -40,8 +40,8 @@ pub struct Keep {
     pub longest: i64,
 }
 
-/// Rows that are added up in a row of their own before they are added to those of other tiles, if there are more:
-/// the error of a sum grows with its length.
+/// Rows that are added up in a row of their own before they are added to those of other tiles, if there are
+/// more: the error of a sum grows with its length.
 const LONGEST: i64 = 256;
 
 /// The statements of an epilogue. They refer to the frame's variables as `i0`, `i1`, .. and to the row of a

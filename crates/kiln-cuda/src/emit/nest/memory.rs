@@ -191,7 +191,8 @@ impl Writer<'_> {
         self.given.is_some() && self.width == 8 && matches!(dtype, DType::BF16 | DType::F16)
     }
 
-    /// The register that is stored for `value`: where it is rounded to the buffer's type, what it is rounded from.
+    /// The register that is stored for `value`: where it is rounded to the buffer's type, what it is rounded
+    /// from.
     fn stored_register(&mut self, store: &Store, dtype: DType) -> Register {
         let rounded = self.eval(store.value, &store.index);
         let data = self.graph.def(store.value);

@@ -1,5 +1,5 @@
-//! The numbers of a product that Kiln's own template computes ([`super::warpgroups`]): the shape of its tiles, and
-//! what threads and shared memory are used for.
+//! The numbers of a product that Kiln's own template computes ([`super::warpgroups`]): the shape of its
+//! tiles, and what threads and shared memory are used for.
 
 use crate::emit::nest::PROCESSORS;
 use crate::products::Product;
@@ -60,9 +60,9 @@ const WIDEST_TALL: u64 = 96;
 /// The same where it has fewer registers.
 const WIDEST_TALL_AHEAD: u64 = 64;
 /// Columns up to which tiles are as wide as they need be. Narrow tiles are short work, so they are also tall:
-/// statistics behind [1605632, 32] · [32, 16] take 110 microseconds in tiles of 128 by 64, 80 by 16, and 70 in
-/// such of 256 by 16; behind [1605632, 16] · [16, 96] 251 in tiles of 128 by 128, and 159 in such of 256 by 96;
-/// behind [401408, 24] · [24, 144] 153, and in two of 256 by 80 92 (H100).
+/// statistics behind [1605632, 32] · [32, 16] take 110 microseconds in tiles of 128 by 64, 80 by 16, and 70
+/// in such of 256 by 16; behind [1605632, 16] · [16, 96] 251 in tiles of 128 by 128, and 159 in such of 256
+/// by 96; behind [401408, 24] · [24, 144] 153, and in two of 256 by 80 92 (H100).
 const FITTED: u64 = 192;
 
 impl Case {
@@ -78,14 +78,16 @@ impl Case {
         }
     }
 
-    /// Tiles whose columns a block stays in. `has_ahead` is whether threads have turns in shared memory, which
-    /// only the nest says how large.
+    /// Tiles whose columns a block stays in. `has_ahead` is whether threads have turns in shared memory,
+    /// which only the nest says how large.
     pub(super) fn with_sums(product: &Product, has_ahead: bool) -> Self {
         let fitted = |tiles: u64| product.n.div_ceil(tiles).next_multiple_of(16);
-        let columns = match product.n {
-            ..=WIDEST_KEPT => fitted(1),
-            ..=FITTED => fitted(2),
-            _ => WIDEST_KEPT,
+        let columns = if product.n <= WIDEST_KEPT {
+            fitted(1)
+        } else if product.n <= FITTED {
+            fitted(2)
+        } else {
+            WIDEST_KEPT
         };
         let case = Self {
             columns,

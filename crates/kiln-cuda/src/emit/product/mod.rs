@@ -1,8 +1,8 @@
 //! Products of matrices.
 //!
-//! Operands are strided windows on stored values, so transposes, slices, head splits and repeated heads
-//! cost nothing. A product is described by its dimensions. Each has a distance between neighbours, in
-//! elements, in the left operand, the right one and the result (zero where it does not occur):
+//! Operands are strided windows on stored values, so transposes, slices, head splits and repeated heads cost
+//! nothing. A product is described by its dimensions. Each has a distance between neighbours, in elements, in
+//! the left operand, the right one and the result (zero where it does not occur):
 //!
 //! ```text
 //! dimensions   left  right  result
@@ -13,9 +13,9 @@
 //! ```
 //!
 //! [`matrices`] turns this into the matrices that cuBLASLt takes, and [`padded`] pads their extents where
-//! that pays. `pieces` are products that read an operand in pieces. [`warpgroups`] offers a template of Kiln's
-//! own for those of 16 bits, alone and with a nest behind them. [`tiles`] computes all other products: of
-//! integers, of windows that no matrix describes, and those whose results are single numbers.
+//! that pays. `pieces` are products that read an operand in pieces. [`warpgroups`] offers a template of
+//! Kiln's own for those of 16 bits, alone and with a nest behind them. [`tiles`] computes all other products:
+//! of integers, of windows that no matrix describes, and those whose results are single numbers.
 
 mod case;
 mod matrices;

@@ -178,7 +178,6 @@ impl Operands {
     fn are_taken(&self, start: impl Fn(&ProductCall) -> usize) -> bool {
         let takes = |call: &ProductCall| is_taken(&call.product, [call.left.1, call.right.1, start(call)]);
         self.pieces.iter().all(takes)
-            && (self.cut != Some(Cut::Rows) || self.extents().all(|rows| rows.is_multiple_of(TILE_ROWS)))
     }
 
     /// The extents of the pieces along the cut.
@@ -202,14 +201,19 @@ impl Operands {
         };
         let widths = widths
             .into_iter()
-            .filter(|&(columns, _)| self.lies_in_tiles(columns));
+            .filter(|&(columns, _)| self.lies_in_tiles(TILE_ROWS, columns));
         let best = widths.min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
         best.map(|(columns, _)| columns)
     }
 
-    /// Whether tiles of so many columns lie in one piece each.
-    fn lies_in_tiles(&self, columns: u64) -> bool {
-        self.cut != Some(Cut::Columns) || self.extents().all(|extent| extent.is_multiple_of(columns))
+    /// Whether tiles of so many rows and columns lie in one piece each.
+    fn lies_in_tiles(&self, rows: u64, columns: u64) -> bool {
+        let unit = match self.cut {
+            Some(Cut::Rows) => rows,
+            Some(Cut::Columns) => columns,
+            Some(Cut::Depth) | None => return true,
+        };
+        self.extents().all(|extent| extent.is_multiple_of(unit))
     }
 
     /// The steps of the depth that all tiles of a column take: those of each piece begin anew.
@@ -502,7 +506,7 @@ fn together(
             true,
         ),
     };
-    if !operands.lies_in_tiles(case.columns) {
+    if !operands.lies_in_tiles(case.rows, case.columns) {
         return None;
     }
     let together = match ahead {
