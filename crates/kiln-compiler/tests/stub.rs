@@ -8,6 +8,7 @@
 use std::fs;
 use std::path::Path;
 
+use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::testing::{POLICY, Stopped, Stub};
 use kiln_compiler::{CompileError, CompiledStep, Keep, Options, Policy, compile, memory_curve};
 use kiln_graph::alias::assign_aliases;
@@ -49,6 +50,13 @@ const JOINED: Policy = Policy {
     ..POLICY
 };
 
+/// Nests that follow products may sum up columns, and convolutions of single pixels are products.
+const SUMMED: Policy = Policy {
+    epilogue_sums: Some(3),
+    epilogue_pixels: true,
+    ..POLICY
+};
+
 /// Nests of one operation each, which copy and spread what others make.
 const SINGLE: Policy = Policy {
     nest_operations: 1,
@@ -87,6 +95,8 @@ fn drawn(seed: u64) -> Policy {
         prologue_pixels: 1 + rng.below(8) as usize,
         joined_update: *rng.choose(&[0, 16, 1 << 20]),
         joined_share: *rng.choose(&[1, 2, 3]),
+        epilogue_sums: *rng.choose(&[None, Some(0), Some(1), Some(4)]),
+        epilogue_pixels: *rng.choose(&[false, true]),
         ..POLICY
     }
 }
@@ -110,6 +120,7 @@ fn check(graph: &Graph, tolerances: &[f64], what: &str) {
         (RELUCTANT, Options::default()),
         (PIECEWISE, Options::default()),
         (JOINED, Options::default()),
+        (SUMMED, Options::default()),
         (SINGLE, Options::default()),
     ];
     check_with(graph, &ways, tolerances, what);
@@ -340,6 +351,78 @@ fn an_operation_without_a_kernel_is_named() {
     };
     assert_eq!(target, "stub");
     assert!(!op.is_empty());
+}
+
+/// The statistics of a convolution of single pixels, behind an image that is stored channels-last, and of a linear
+/// layer's result: in the product's kernel, or behind it.
+#[test]
+fn statistics_follow_the_product_that_makes_the_image() {
+    let text = |stride: usize, low: usize| {
+        let plane = (6 + low - 1) / stride + 1;
+        format!(
+            "graph @statistics {{
+      %x = parameter 0 : f32[3,4,6,5]
+      %u = parameter 1 : f32[8,4,1,1]
+      %w = parameter 2 : f32[5,8,1,1]
+      %zero = constant 0.0 : f32[]
+      %zeros = broadcast %zero {{dims=[]}} : f32[3,8,6,5]
+      %h = conv %x, %u {{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1}} : f32[3,8,6,5]
+      %a = max %h, %zeros : f32[3,8,6,5]
+      %y = conv %a, %w {{stride=[{stride},1], pad_low=[{low},0], pad_high=[0,0], dilation=[1,1], groups=1}} : \
+       f32[3,5,{plane},5]
+      %sum = reduce sum %y {{axes=[0,2,3]}} : f32[5]
+      %q = mul %y, %y : f32[3,5,{plane},5]
+      %squares = reduce sum %q {{axes=[0,2,3]}} : f32[5]
+      %sums = broadcast %sum {{dims=[1]}} : f32[3,5,{plane},5]
+      %out = mul %y, %sums : f32[3,5,{plane},5]
+      return %out, %squares
+    }}"
+        )
+    };
+    let together = |text: &str, policy: Policy| {
+        let graph = Graph::parse(text).unwrap();
+        check(&graph, &[0.05, 0.05], "statistics");
+        let step = compiled(&graph, policy, &Options::default());
+        let kernels = step.schedule.kernels.iter();
+        let with_sums = kernels.filter(|kernel| match &kernel.kind {
+            KernelKind::Contraction(_, nest) => !nest.late.is_empty(),
+            _ => false,
+        });
+        with_sums.count()
+    };
+    assert_eq!(together(&text(1, 0), SUMMED), 1);
+    assert_eq!(together(&text(1, 0), POLICY), 0);
+    // Other pixels than those of its own place.
+    assert_eq!(together(&text(2, 0), SUMMED), 0);
+    assert_eq!(together(&text(1, 1), SUMMED), 0);
+    let few = Policy {
+        epilogue_elements: 1000,
+        ..SUMMED
+    };
+    assert_eq!(together(&text(1, 0), few), 0);
+    let linear = "graph @linear {
+      %x = parameter 0 : f32[40,8]
+      %w = parameter 1 : f32[8,12]
+      %b = parameter 2 : f32[40,12]
+      %y = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[40,12]
+      %g = add %y, %b : f32[40,12]
+      %sum = reduce sum %g {axes=[0]} : f32[12]
+      return %g, %sum
+    }";
+    assert_eq!(together(linear, SUMMED), 1);
+    // The nest reads one tensor besides the product.
+    let none = Policy {
+        epilogue_sums: Some(0),
+        ..SUMMED
+    };
+    assert_eq!(together(linear, none), 0);
+    // An exponential is for the warps of a kernel of its own.
+    let heavy = linear.replace(
+        "add %y, %b : f32[40,12]\n",
+        "add %y, %b : f32[40,12]\n%e = exp %g : f32[40,12]\n",
+    );
+    let heavy = heavy.replace("sum %g", "sum %e");
+    assert_eq!(together(&heavy, SUMMED), 0);
 }
 
 /// The kernels of a graph with [`PIECEWISE`], by their operations, and its products after the passes.

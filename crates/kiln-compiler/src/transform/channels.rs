@@ -463,13 +463,13 @@ impl Channels<'_> {
         let graph = &self.rewriter.graph;
         let made = self.convolution(x)?;
         let data = graph.def(made);
+        let dtype = match graph.dtype(made) {
+            DType::F32 => self.autocast.unwrap_or(DType::F32),
+            dtype => dtype,
+        };
         let is_summed = self.policy.epilogue_sums.is_some()
             && products::is_of_pixels(graph, data)
-            && match graph.dtype(made) {
-                DType::F32 => self.autocast,
-                dtype => Some(dtype),
-            }
-            .is_some_and(|dtype| self.policy.epilogue_types.contains(&dtype));
+            && self.policy.epilogue_types.contains(&dtype);
         is_summed.then(|| [data.inputs[0], data.inputs[1]])
     }
 
