@@ -103,7 +103,7 @@ fn sums_of_columns_follow_the_product_that_makes_them() {
 #[test]
 fn where_the_template_is_not_sums_are_of_what_is_stored() {
     // One of each kind.
-    for (dtype, cases) in [("bf16", [1, 8]), ("f16", [5, 9])] {
+    for (dtype, cases) in [("bf16", [1, 8]), ("f16", [5, 12])] {
         let all = behind::sums(dtype).into_iter().enumerate();
         for (_, summed) in all.filter(|(case, _)| cases.contains(case)) {
             let differential = Differential::new(&summed.graph);

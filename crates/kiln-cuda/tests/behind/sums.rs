@@ -12,8 +12,10 @@ pub struct Summed {
 }
 
 /// Statistics of channels as batch norm takes them, of `out` channels of images that have `depth`.
-fn statistics(dtype: &str, [images, depth, out]: [usize; 3], [height, width]: [usize; 2]) -> Summed {
-    let plane = format!("{height},{width}");
+fn statistics(dtype: &str, [images, depth, out]: [usize; 3], extents: &[usize]) -> Summed {
+    let (plane, one) = (list(extents), attributes(extents.len()));
+    let window = list(&vec![1; extents.len()]);
+    let axes = list(&(2..2 + extents.len()).collect::<Vec<usize>>());
     let (base, image, result) = (
         format!("{images},4,{plane}"),
         format!("{images},{depth},{plane}"),
@@ -22,18 +24,18 @@ fn statistics(dtype: &str, [images, depth, out]: [usize; 3], [height, width]: [u
     let text = format!(
         "graph @statistics_{depth}_{out} {{
   %p = parameter 0 : {dtype}[{base}]
-  %u = parameter 1 : {dtype}[{depth},4,1,1]
-  %w = parameter 2 : {dtype}[{out},{depth},1,1]
+  %u = parameter 1 : {dtype}[{depth},4,{window}]
+  %w = parameter 2 : {dtype}[{out},{depth},{window}]
   %s = parameter 3 : f32[{out}]
-  %x = conv %p, %u {ONE} : {dtype}[{image}]
-  %y = conv %x, %w {ONE} : {dtype}[{result}]
+  %x = conv %p, %u {one} : {dtype}[{image}]
+  %y = conv %x, %w {one} : {dtype}[{result}]
   %f = cast %y : f32[{result}]
   %near = broadcast %s {{dims=[1]}} : f32[{result}]
   %d = sub %f, %near : f32[{result}]
   %q = mul %d, %d : f32[{result}]
-  %sum = reduce sum %f {{axes=[0,2,3]}} : f32[{out}]
-  %first = reduce sum %d {{axes=[0,2,3]}} : f32[{out}]
-  %second = reduce sum %q {{axes=[0,2,3]}} : f32[{out}]
+  %sum = reduce sum %f {{axes=[0,{axes}]}} : f32[{out}]
+  %first = reduce sum %d {{axes=[0,{axes}]}} : f32[{out}]
+  %second = reduce sum %q {{axes=[0,{axes}]}} : f32[{out}]
 {}
   return %out, %sum, %first, %second
 }}",
@@ -48,13 +50,10 @@ fn statistics(dtype: &str, [images, depth, out]: [usize; 3], [height, width]: [u
 /// The gradient that reaches an activation behind batch norms and a residual: what passes is stored, and
 /// summed up with each normalisation's image. The activation is a gentle one: which elements a ReLU lets pass
 /// depends on rounding.
-fn gradient(
-    dtype: &str,
-    [images, depth, out]: [usize; 3],
-    [height, width]: [usize; 2],
-    norms: usize,
-) -> Summed {
-    let plane = format!("{height},{width}");
+fn gradient(dtype: &str, [images, depth, out]: [usize; 3], extents: &[usize], norms: usize) -> Summed {
+    let (plane, one) = (list(extents), attributes(extents.len()));
+    let window = list(&vec![1; extents.len()]);
+    let axes = list(&(2..2 + extents.len()).collect::<Vec<usize>>());
     let (base, image, result) = (
         format!("{images},4,{plane}"),
         format!("{images},{depth},{plane}"),
@@ -62,25 +61,25 @@ fn gradient(
     );
     let mut lines = vec![
         format!("%p = parameter 0 : {dtype}[{base}]"),
-        format!("%u = parameter 1 : {dtype}[{depth},4,1,1]"),
-        format!("%w = parameter 2 : {dtype}[{depth},{out},1,1]"),
-        format!("%o = parameter 3 : {dtype}[{out},4,1,1]"),
-        format!("%dy = conv %p, %u {ONE} : {dtype}[{image}]"),
+        format!("%u = parameter 1 : {dtype}[{depth},4,{window}]"),
+        format!("%w = parameter 2 : {dtype}[{depth},{out},{window}]"),
+        format!("%o = parameter 3 : {dtype}[{out},4,{window}]"),
+        format!("%dy = conv %p, %u {one} : {dtype}[{image}]"),
         format!(
             "%dx = conv_input_grad %dy, %w {} : {dtype}[{result}]",
-            ONE.replace('}', &format!(", input=[{plane}]}}"))
+            one.replace('}', &format!(", input=[{plane}]}}"))
         ),
-        format!("%residual = conv %p, %o {ONE} : {dtype}[{result}]"),
+        format!("%residual = conv %p, %o {one} : {dtype}[{result}]"),
         format!("%before = cast %residual : f32[{result}]"),
     ];
     let mut next = 4;
     let mut ahead = String::from("%before");
     for norm in 0..norms {
-        lines.push(format!("%v{norm} = parameter {next} : {dtype}[{out},4,1,1]"));
+        lines.push(format!("%v{norm} = parameter {next} : {dtype}[{out},4,{window}]"));
         lines.push(format!("%m{norm} = parameter {} : f32[{out}]", next + 1));
         lines.push(format!("%g{norm} = parameter {} : f32[{out}]", next + 2));
         next += 3;
-        lines.push(format!("%x{norm} = conv %p, %v{norm} {ONE} : {dtype}[{result}]"));
+        lines.push(format!("%x{norm} = conv %p, %v{norm} {one} : {dtype}[{result}]"));
         lines.push(format!("%f{norm} = cast %x{norm} : f32[{result}]"));
         for list in ["m", "g"] {
             lines.push(format!(
@@ -102,14 +101,14 @@ fn gradient(
         format!("%passes = mul %share, %both : f32[{result}]"),
         format!("%kept = cast %passes : {dtype}[{result}]"),
         format!("%g = cast %kept : f32[{result}]"),
-        format!("%sum = reduce sum %g {{axes=[0,2,3]}} : f32[{out}]"),
+        format!("%sum = reduce sum %g {{axes=[0,{axes}]}} : f32[{out}]"),
     ]);
     lines.push(applied("%g", &result, out));
     let mut outputs = String::from("%out, %sum");
     for norm in 0..norms {
         lines.push(format!("%e{norm} = mul %c{norm}, %g : f32[{result}]"));
         lines.push(format!(
-            "%t{norm} = reduce sum %e{norm} {{axes=[0,2,3]}} : f32[{out}]"
+            "%t{norm} = reduce sum %e{norm} {{axes=[0,{axes}]}} : f32[{out}]"
         ));
         outputs.push_str(&format!(", %t{norm}"));
     }
@@ -159,7 +158,17 @@ fn applied(value: &str, shape: &str, channels: usize) -> String {
     )
 }
 
-const ONE: &str = "{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1}";
+/// Numbers with commas.
+fn list(numbers: &[usize]) -> String {
+    let words: Vec<String> = numbers.iter().map(usize::to_string).collect();
+    words.join(",")
+}
+
+/// What says that a convolution takes single pixels of so many dimensions.
+fn attributes(dimensions: usize) -> String {
+    let [ones, zeros] = [1, 0].map(|number| list(&vec![number; dimensions]));
+    format!("{{stride=[{ones}], pad_low=[{zeros}], pad_high=[{zeros}], dilation=[{ones}], groups=1}}")
+}
 /// Neighbours in bf16 of what the products here make.
 const ROUNDING: f64 = 0.75;
 const SUM: f64 = 60.0;
@@ -173,15 +182,18 @@ fn parse(text: &str) -> Graph {
 /// and columns that no tile divides.
 pub fn sums(dtype: &str) -> Vec<Summed> {
     vec![
-        statistics(dtype, [9, 32, 16], [107, 109]),
-        statistics(dtype, [3, 24, 144], [64, 67]),
-        statistics(dtype, [2, 72, 136], [77, 81]),
-        statistics(dtype, [1, 64, 256], [79, 83]),
-        gradient(dtype, [5, 16, 24], [119, 121], 0),
-        gradient(dtype, [5, 104, 32], [101, 103], 1),
-        gradient(dtype, [3, 64, 96], [75, 77], 1),
-        gradient(dtype, [3, 64, 128], [66, 67], 1),
-        gradient(dtype, [2, 40, 200], [64, 65], 2),
+        statistics(dtype, [9, 32, 16], &[107, 109]),
+        statistics(dtype, [3, 24, 144], &[64, 67]),
+        statistics(dtype, [2, 72, 136], &[77, 81]),
+        statistics(dtype, [1, 64, 256], &[79, 83]),
+        gradient(dtype, [5, 16, 24], &[119, 121], 0),
+        gradient(dtype, [5, 104, 32], &[101, 103], 1),
+        gradient(dtype, [3, 64, 96], &[75, 77], 1),
+        gradient(dtype, [3, 64, 128], &[66, 67], 1),
+        gradient(dtype, [2, 40, 200], &[64, 65], 2),
+        // Sequences, and volumes.
+        statistics(dtype, [7, 48, 72], &[3300]),
+        gradient(dtype, [2, 24, 80], &[11, 31, 32], 1),
         bias(dtype),
     ]
 }
