@@ -256,7 +256,9 @@ impl Channels<'_> {
             image = data.inputs[0];
         }
         let shape = graph.shape(image);
-        if shape.rank() < 3 || axis != 1 || shape[1] == 1 || shape.numel() == shape[1] {
+        // Of no elements there are no samples.
+        let few = shape.numel() == shape[1] || shape.numel() == 0;
+        if shape.rank() < 3 || axis != 1 || shape[1] == 1 || few {
             return Ok(None);
         }
         let mut factors = Factors::default();
@@ -588,6 +590,13 @@ mod tests {
     use super::*;
     use crate::testing::POLICY;
 
+    /// The template has products of bf16.
+    const SUMS: Policy = Policy {
+        epilogue_sums: Some(1),
+        epilogue_types: &[DType::BF16],
+        ..POLICY
+    };
+
     /// Mean and variance of each channel of a convolution.
     fn statistics(attributes: &str, plane: usize) -> Graph {
         let text = format!(
@@ -628,37 +637,36 @@ mod tests {
 
     #[test]
     fn the_shift_of_a_product_that_is_summed_up_is_known_before_it() {
-        let sums = Policy {
-            epilogue_sums: Some(1),
-            epilogue_types: &[DType::BF16],
-            ..POLICY
-        };
         let of = |policy: &Policy, attributes: &str, plane: usize, autocast: Option<DType>| {
             let graph = channels(&statistics(attributes, plane), policy, autocast).unwrap();
             verify(&graph).unwrap();
             sampled(&graph)
         };
-        assert_eq!(of(&sums, WHOLE, 12, Some(DType::BF16)), ["parameter"]);
+        assert_eq!(of(&SUMS, WHOLE, 12, Some(DType::BF16)), ["parameter"]);
         // The template has no products of these types.
-        assert_eq!(of(&sums, WHOLE, 12, None), ["conv"]);
-        assert_eq!(of(&sums, WHOLE, 12, Some(DType::F16)), ["conv"]);
+        assert_eq!(of(&SUMS, WHOLE, 12, None), ["conv"]);
+        assert_eq!(of(&SUMS, WHOLE, 12, Some(DType::F16)), ["conv"]);
         assert_eq!(of(&POLICY, WHOLE, 12, Some(DType::BF16)), ["conv"]);
         let strided = "stride=[2,1], pad_low=[0,0], pad_high=[0,0]";
-        assert_eq!(of(&sums, strided, 6, Some(DType::BF16)), ["conv"]);
+        assert_eq!(of(&SUMS, strided, 6, Some(DType::BF16)), ["conv"]);
         let padded = "stride=[1,1], pad_low=[1,0], pad_high=[1,0]";
-        assert_eq!(of(&sums, padded, 14, Some(DType::BF16)), ["conv"]);
+        assert_eq!(of(&SUMS, padded, 14, Some(DType::BF16)), ["conv"]);
+    }
+
+    #[test]
+    fn images_of_an_empty_batch_are_left_alone() {
+        let text = statistics(WHOLE, 12).to_string();
+        let empty = Graph::parse(&text.replace("f32[4,", "f32[0,")).unwrap_or_else(|error| panic!("{error}"));
+        for autocast in [None, Some(DType::BF16)] {
+            verify(&channels(&empty, &SUMS, autocast).unwrap()).unwrap();
+        }
     }
 
     #[test]
     fn variances_around_it_have_no_more_error() {
-        let sums = Policy {
-            epilogue_sums: Some(1),
-            epilogue_types: &[DType::BF16],
-            ..POLICY
-        };
         let graph = statistics(WHOLE, 12);
-        let of_product = channels(&graph, &sums, Some(DType::BF16)).unwrap();
-        let of_result = channels(&graph, &sums, None).unwrap();
+        let of_product = channels(&graph, &SUMS, Some(DType::BF16)).unwrap();
+        let of_result = channels(&graph, &SUMS, None).unwrap();
         // Channels far from zero, one without any deviation, and one of zeros.
         let image = (0..4 * 3 * 120).map(|at| match at / 120 % 3 {
             0 => 1.0,

@@ -11,16 +11,45 @@ pub struct Summed {
     pub tolerances: Vec<f64>,
 }
 
+/// What a graph says of images.
+struct Words {
+    /// Spatial extents, those of the window, and their axes.
+    plane: String,
+    window: String,
+    axes: String,
+    /// What says that a convolution takes single pixels.
+    one: String,
+    /// Shapes: the argument's, the convolved image's, the result's.
+    base: String,
+    image: String,
+    result: String,
+}
+
+fn words([images, depth, out]: [usize; 3], extents: &[usize]) -> Words {
+    let plane = list(extents);
+    Words {
+        window: list(&vec![1; extents.len()]),
+        axes: list(&(2..2 + extents.len()).collect::<Vec<usize>>()),
+        one: attributes(extents.len()),
+        base: format!("{images},4,{plane}"),
+        image: format!("{images},{depth},{plane}"),
+        result: format!("{images},{out},{plane}"),
+        plane,
+    }
+}
+
 /// Statistics of channels as batch norm takes them, of `out` channels of images that have `depth`.
-fn statistics(dtype: &str, [images, depth, out]: [usize; 3], extents: &[usize]) -> Summed {
-    let (plane, one) = (list(extents), attributes(extents.len()));
-    let window = list(&vec![1; extents.len()]);
-    let axes = list(&(2..2 + extents.len()).collect::<Vec<usize>>());
-    let (base, image, result) = (
-        format!("{images},4,{plane}"),
-        format!("{images},{depth},{plane}"),
-        format!("{images},{out},{plane}"),
-    );
+fn statistics(dtype: &str, counts: [usize; 3], extents: &[usize]) -> Summed {
+    let [_, depth, out] = counts;
+    let Words {
+        window,
+        axes,
+        one,
+        base,
+        image,
+        result,
+        ..
+    } = words(counts, extents);
     let text = format!(
         "graph @statistics_{depth}_{out} {{
   %p = parameter 0 : {dtype}[{base}]
@@ -50,15 +79,17 @@ fn statistics(dtype: &str, [images, depth, out]: [usize; 3], extents: &[usize]) 
 /// The gradient that reaches an activation behind batch norms and a residual: what passes is stored, and
 /// summed up with each normalisation's image. The activation is a gentle one: which elements a ReLU lets pass
 /// depends on rounding.
-fn gradient(dtype: &str, [images, depth, out]: [usize; 3], extents: &[usize], norms: usize) -> Summed {
-    let (plane, one) = (list(extents), attributes(extents.len()));
-    let window = list(&vec![1; extents.len()]);
-    let axes = list(&(2..2 + extents.len()).collect::<Vec<usize>>());
-    let (base, image, result) = (
-        format!("{images},4,{plane}"),
-        format!("{images},{depth},{plane}"),
-        format!("{images},{out},{plane}"),
-    );
+fn gradient(dtype: &str, counts: [usize; 3], extents: &[usize], norms: usize) -> Summed {
+    let [_, depth, out] = counts;
+    let Words {
+        plane,
+        window,
+        axes,
+        one,
+        base,
+        image,
+        result,
+    } = words(counts, extents);
     let mut lines = vec![
         format!("%p = parameter 0 : {dtype}[{base}]"),
         format!("%u = parameter 1 : {dtype}[{depth},4,{window}]"),
