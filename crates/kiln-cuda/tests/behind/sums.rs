@@ -209,6 +209,32 @@ fn parse(text: &str) -> Graph {
     Graph::parse(text).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// Sums behind a product that three tensors of f32 meet: more than shared memory has room for ahead of their
+/// use.
+fn residuals(dtype: &str) -> Summed {
+    let text = format!(
+        "graph @residuals {{
+  %x = parameter 0 : {dtype}[1304,72]
+  %w = parameter 1 : {dtype}[72,1288]
+  %a = parameter 2 : f32[1304,1288]
+  %b = parameter 3 : f32[1304,1288]
+  %c = parameter 4 : f32[1304,1288]
+  %y = dot_general %x, %w {{a_contract=[1], b_contract=[0]}} : {dtype}[1304,1288]
+  %f = cast %y : f32[1304,1288]
+  %d = add %f, %a : f32[1304,1288]
+  %e = add %d, %b : f32[1304,1288]
+  %g = mul %e, %c : f32[1304,1288]
+  %out = cast %g : {dtype}[1304,1288]
+  %sum = reduce sum %g {{axes=[0]}} : f32[1288]
+  return %out, %sum
+}}"
+    );
+    Summed {
+        graph: parse(&text),
+        tolerances: vec![ROUNDING, SUM],
+    }
+}
+
 /// Steps of all shapes of tiles: as wide as the result, several side by side, tall ones, ones of few rows,
 /// and columns that no tile divides.
 pub fn sums(dtype: &str) -> Vec<Summed> {
@@ -226,5 +252,6 @@ pub fn sums(dtype: &str) -> Vec<Summed> {
         statistics(dtype, [7, 48, 72], &[3300]),
         gradient(dtype, [2, 24, 80], &[11, 31, 32], 1),
         bias(dtype),
+        residuals(dtype),
     ]
 }

@@ -497,44 +497,41 @@ fn together(
         |&&(used, _): &&(Value, Vec<Vec<Index>>)| used != value && graph.ty(used).numel() == numel;
     let streams = placed.uses.iter().filter(is_stream).count();
     let keeps_columns = !placed.late.is_empty();
-    let ahead = keeps_columns && streams > 1;
-    let mut case = match keeps_columns {
-        true => Case::with_sums(product, ahead),
-        false => Case::plain(
-            product,
-            operands.columns(WIDTHS_WITH_NEST, options.processors)?,
-            true,
-        ),
-    };
-    if !operands.lies_in_tiles(case.rows, case.columns) {
-        return None;
-    }
-    let together = match ahead {
-        true => case.together(TOGETHER / 2),
-        false => case.together(TOGETHER),
-    } as i64;
-    let [_, across] = case.tiles(product);
-    let loops = Loops {
-        row: (ROW, together),
-        column: (COL, NEIGHBOURS as i64),
-        ahead,
-        keep: Keep {
-            blocks: case.blocks_down(product) as i64,
-            across: across as i64,
-            longest: case.rows_of_block(product).div_ceil(case.lines()) as i64,
-        },
-    };
-    let nest = statements(graph, &placed, value, loops);
-    // An odd number of vectors of sixteen bytes.
-    case.ahead = if ahead {
-        // One place is filled while another is multiplied.
-        if case.stages() < 2 {
-            return None;
+    // With so many rows at a time ahead in shared memory, or without.
+    let shaped = |ahead: Option<u64>| {
+        let mut case = match keeps_columns {
+            true => Case::with_sums(product, ahead.is_some()),
+            false => {
+                let columns = operands.columns(WIDTHS_WITH_NEST, options.processors)?;
+                Case::plain(product, columns, true)
+            }
+        };
+        let together = case.together(ahead.unwrap_or(TOGETHER)) as i64;
+        let [_, across] = case.tiles(product);
+        let loops = Loops {
+            row: (ROW, together),
+            column: (COL, NEIGHBOURS as i64),
+            ahead: ahead.is_some(),
+            keep: Keep {
+                blocks: case.blocks_down(product) as i64,
+                across: across as i64,
+                longest: case.rows_of_block(product).div_ceil(case.lines()) as i64,
+            },
+        };
+        let nest = statements(graph, &placed, value, loops);
+        if ahead.is_some() {
+            // An odd number of vectors of sixteen bytes.
+            case.ahead = nest.loaded_bytes as u64 / 32 * 32 + 16;
         }
-        nest.loaded_bytes as u64 / 32 * 32 + 16
-    } else {
-        0
+        // One place is filled while another is multiplied.
+        let fits = case.stages() >= 2 && operands.lies_in_tiles(case.rows, case.columns);
+        fits.then_some((case, nest, together))
     };
+    let ways: &[Option<u64>] = match keeps_columns && streams > 1 {
+        true => &[Some(TOGETHER / 2), Some(1), None],
+        false => &[None],
+    };
+    let (case, nest, together) = ways.iter().find_map(|&ahead| shaped(ahead))?;
     let finish = finish(&nest, case, together);
     let product = launch(&operands, case, options.processors, finish);
     Some(KernelCode {

@@ -90,6 +90,7 @@ inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, 
 
 // A block's shared memory: places for operands, the tile of results, barriers.
 template <class C> struct kiln_product_shared {
+    static_assert(C::STAGES >= 2, "one place is filled while another is multiplied");
     static constexpr int TILE_ROWS = C::TILE_ROWS, DEPTH = 64;
     // 64 rows (or columns) of an operand; a turned one comes in whole ones.
     static constexpr int BLOCK = 64 * DEPTH * 2, RIGHT_BLOCKS = (C::TILE_COLUMNS + 63) / 64;
