@@ -353,8 +353,8 @@ fn an_operation_without_a_kernel_is_named() {
     assert!(!op.is_empty());
 }
 
-/// The statistics of a convolution of single pixels, behind an image that is stored channels-last, and of a linear
-/// layer's result: in the product's kernel, or behind it.
+/// The statistics of a convolution of single pixels, behind an image that is stored channels-last, and of a
+/// linear layer's result: in the product's kernel, or behind it.
 #[test]
 fn statistics_follow_the_product_that_makes_the_image() {
     let text = |stride: usize, low: usize| {

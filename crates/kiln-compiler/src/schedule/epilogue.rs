@@ -204,6 +204,13 @@ fn lies_by_pixels(
         && join(&extents, &distances).is_some_and(|(_, pixel)| whole(pixel))
 }
 
+/// How many tensors of the size of `value` the nest reads besides it.
+pub fn streams(graph: &Graph, nest: &Nest, value: Value) -> usize {
+    let whole = |used: Value| graph.ty(used).numel() == graph.ty(value).numel();
+    let others = nest.uses.iter().filter(|(used, _)| *used != value);
+    others.filter(|(used, _)| whole(*used)).count()
+}
+
 /// Whether `nest` may follow the contraction that makes `value`, which it reads at `index`.
 pub fn fits(
     graph: &Graph,
@@ -248,12 +255,7 @@ pub fn fits(
     // An epilogue saves writing and reading the result. But it reads its other operands in pieces of rows,
     // where a nest of its own streams them. Measured, that costs more than it saves where there are more
     // than two other operands, or sums over the rows to keep.
-    let whole = |used: Value| graph.ty(used).numel() == graph.ty(value).numel();
-    let streams = nest
-        .uses
-        .iter()
-        .filter(|(used, _)| *used != value && whole(*used))
-        .count();
+    let streams = streams(graph, nest, value);
     let most = match nest.late.is_empty() {
         true => Some(policy.epilogue_streams),
         false => policy.epilogue_sums,

@@ -8,10 +8,11 @@
 //! in all tiles of its block. What each leaves at its end is added up by a second kernel.
 
 use kiln_compiler::index::{Var, bit};
-use kiln_compiler::schedule::nest::{Nest, Store};
+use kiln_compiler::schedule::nest::Nest;
 use kiln_graph::{Graph, Value};
 
 use super::late::Late;
+use super::points::store_all;
 use super::space::{Seen, Space};
 use super::writer::Writer;
 use super::{Argument, Launch, c, ceil};
@@ -100,12 +101,7 @@ fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statement
         let next = c::combine(late.op, late.dtype, &own, &x.name);
         writer.body.push(format!("{own} = {next};"));
     }
-    let late = |store: &&Store| space.loops.nest.late.contains(&store.value);
-    for store in space.loops.nest.stores.iter().filter(|store| !late(store)) {
-        let dtype = writer.buffer_dtype(store.buffer);
-        writer.see(&store.position, 2, dtype);
-        writer.store_point(store);
-    }
+    store_all(&mut writer);
     let lines = |lines: &[String]| lines.iter().map(|line| format!("{line}\n")).collect::<String>();
     let name = |declaration: &String| {
         let declared = declaration.split('[').next().unwrap_or_default();

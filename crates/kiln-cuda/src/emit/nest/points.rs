@@ -1,9 +1,9 @@
 //! Nests without reductions: each thread has some neighbouring points.
 //!
-//! Where some of what is read is a column's (the statistics of a channel), a thread takes the same neighbours of several
-//! *rows*: what the rows share is loaded once, and the loads of all rows are under way at the same time. Without
-//! that, 8 elements of an image in bf16 come with 7 vectors of 32 bytes of their channels, and the level-one cache
-//! is what the kernel waits for.
+//! Where some of what is read is a column's (the statistics of a channel), a thread takes the same neighbours
+//! of several *rows*: what the rows share is loaded once, and the loads of all rows are under way at the same
+//! time. Without that, 8 elements of an image in bf16 come with 7 vectors of 32 bytes of their channels, and
+//! the level-one cache is what the kernel waits for.
 
 use kiln_compiler::index::{Var, bit};
 use kiln_graph::Graph;
@@ -33,7 +33,8 @@ const UNDER_WAY: i64 = 128;
 /// Most rows of a thread.
 const ROWS: i64 = 4;
 
-/// Fewest threads that rows are shared out to: a quarter of what all multiprocessors hold, whose loads fill memory.
+/// Fewest threads that rows are shared out to: a quarter of what all multiprocessors hold, whose loads fill
+/// memory.
 const THREADS_LEFT: i64 = 132 * 512;
 
 /// The variable that numbers the rows of a thread, and how many there are; none if nothing is shared by rows.
@@ -105,9 +106,15 @@ pub(super) fn body(writer: &mut Writer<'_>) -> String {
     writer.end_points(None)
 }
 
-/// Evaluates and stores everything that the nest stores.
+/// Evaluates and stores everything that the nest stores at its points: all but the results of late
+/// reductions.
 pub(super) fn store_all(writer: &mut Writer<'_>) {
-    for store in &writer.space.loops.nest.stores {
+    let nest = &writer.space.loops.nest;
+    for store in nest
+        .stores
+        .iter()
+        .filter(|store| !nest.late.contains(&store.value))
+    {
         let dtype = writer.buffer_dtype(store.buffer);
         writer.see(&store.position, 2, dtype);
         writer.store_point(store);

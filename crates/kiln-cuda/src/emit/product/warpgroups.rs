@@ -8,12 +8,11 @@
 
 use std::fmt::Write as _;
 
-use kiln_compiler::index::Index;
 use kiln_compiler::products::Cut;
 use kiln_compiler::schedule::epilogue::{self, BATCH, COL, ROW, ResultFrame};
 use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::{Buffer, Kernel};
-use kiln_graph::{Graph, Node, Op, Value};
+use kiln_graph::{Graph, Node, Op};
 
 use super::case::{
     AHEAD, Case, DEPTH, NEIGHBOURS, SHARED_OUT, TILE_CLOCKS, TILE_ROWS, WIDTHS, WIDTHS_WITH_NEST,
@@ -307,7 +306,7 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
         case.stages(),
         case.finishers(),
         product.left.transposed,
-        !product.right.transposed,
+        case.right_turned,
         operands.cut == Some(Cut::Depth),
         case.keeps_columns,
         instructions(case.columns as usize, instruction),
@@ -492,10 +491,6 @@ fn together(
     {
         return None;
     }
-    let numel = graph.ty(value).numel();
-    let is_stream =
-        |&&(used, _): &&(Value, Vec<Vec<Index>>)| used != value && graph.ty(used).numel() == numel;
-    let streams = placed.uses.iter().filter(is_stream).count();
     let keeps_columns = !placed.late.is_empty();
     // With so many rows at a time ahead in shared memory, or without.
     let shaped = |ahead: Option<u64>| {
@@ -527,7 +522,7 @@ fn together(
         let fits = case.stages() >= 2 && operands.lies_in_tiles(case.rows, case.columns);
         fits.then_some((case, nest, together))
     };
-    let ways: &[Option<u64>] = match keeps_columns && streams > 1 {
+    let ways: &[Option<u64>] = match keeps_columns && epilogue::streams(graph, &placed, value) > 1 {
         true => &[Some(TOGETHER / 2), Some(1), None],
         false => &[None],
     };
@@ -594,10 +589,8 @@ pub fn with_nest(
     nest: &Nest,
     options: &EmitOptions<'_>,
 ) -> Option<KernelCode> {
-    match together(graph, kernel, node, nest, options) {
-        Some(code) => Some(code),
-        None => one_after_the_other(graph, kernel, node, nest, options),
-    }
+    together(graph, kernel, node, nest, options)
+        .or_else(|| one_after_the_other(graph, kernel, node, nest, options))
 }
 
 /// The product, then the nest, which reads it from where it is stored or from working memory.
