@@ -126,14 +126,8 @@ pub const BLOCKS_STREAMED: usize = 2;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
-/// Steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time, where their sums are added
-/// up in memory anyway: six panels of 64 KiB then stay in L2 while those of the other operand pass, instead
-/// of one or two of the whole depth. Two threads of Emerald Rapids gained 1.1 to 1.3 times on weights'
-/// gradients of bert-base and llama-15m, with other code for the same chunks.
-pub const TILE_DEPTH: usize = 512;
-
-/// With more threads they do not: sixteen virtual processors took 0.93 to 1.15 of the time.
-pub const TILE_DEPTH_THREADS: usize = 2;
+/// Steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time.
+pub const TILE_DEPTH: usize = 256;
 
 /// Floating-point operations below which a product runs on one thread: some microseconds, about what waking
 /// and waiting for another core can cost.

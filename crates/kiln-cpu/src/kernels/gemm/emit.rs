@@ -87,7 +87,7 @@ impl Emitter<'_> {
             match plan.parallel {
                 Parallel::Serial => ", one thread",
                 Parallel::Batch => ", threads share the batch",
-                Parallel::Panels if plan.part.is_some() => ", threads share blocks",
+                Parallel::Panels if plan.shared => ", threads share blocks",
                 Parallel::Panels if plan.stream == Stream::Rows => ", threads share the rows",
                 Parallel::Panels => ", threads share the columns",
             },
@@ -262,7 +262,7 @@ impl Emitter<'_> {
             Stream::Rows => ("b", "a"),
         };
         let mut text = pack(mine, workspace.stationary, "panel");
-        if plan.part.is_some() {
+        if plan.shared {
             let stationary = plan.panels().1;
             text = format!(
                 "if (panel < {stationary}) {text}else {}",
@@ -295,16 +295,16 @@ impl Emitter<'_> {
         let (streamed, stationary) = plan.panels();
         let mut once = String::new();
         if self.stationary_packed() {
-            let panels = stationary + if plan.part.is_some() { streamed } else { 0 };
+            let panels = stationary + if plan.shared { streamed } else { 0 };
             let steps = plan.pack_steps();
             once.push_str(&run(
                 "stationary",
                 &format!("{panels} * ((args.depth + {}) / {steps})", steps - 1),
             ));
         }
-        let units = match plan.part {
-            Some(part) => streamed.div_ceil(plan.group) * stationary.div_ceil(part),
-            None => streamed,
+        let units = match plan.shared {
+            true => streamed.div_ceil(plan.group) * stationary.div_ceil(plan.part),
+            false => streamed,
         };
         once.push_str(&run("panels", &units.to_string()));
         if plan.cuts > 1 {

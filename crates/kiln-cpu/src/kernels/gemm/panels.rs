@@ -3,9 +3,13 @@
 use super::emit::Emitter;
 use super::plan::{Parallel, Stream};
 use super::workspace::WIDE;
-use super::{GemmSpec, Memory, Operand, ResultMemory};
+use super::pack::Pairs;
+use super::{Axis, GemmSpec, Memory, Operand, ResultMemory};
 use crate::kernels::tile::{self, Access, Tile, amx};
 use crate::kernels::{indent, unpack};
+
+/// Steps of which neighbouring panels are packed one after the other.
+const TOGETHER: usize = 16;
 
 /// Where tiles put their sums.
 enum Sums<'a> {
@@ -36,6 +40,7 @@ impl<'a> Emitter<'a> {
             access(plan.a_packed, &self.spec.a),
             access(plan.b_packed, &self.spec.b),
         );
+        let [first_rp, first_cp] = self.block().map(|[first, _]| first);
         let mut call = |rows: usize, vectors: usize| {
             let tile = Tile {
                 rows,
@@ -47,14 +52,16 @@ impl<'a> Emitter<'a> {
                 block: tile::BLOCK,
             };
             self.tiles.insert(tile.helper(self.isa));
-            let (steps, accumulate) = match plan.in_chunks() {
-                true => ("steps", "(done > 0 || !args->from_zero)"),
-                false => ("args->depth", "!args->from_zero"),
-            };
-            format!(
-                "{}(tile_a, tile_b, {steps}, target, ldc, {accumulate});",
-                tile.name()
-            )
+            let name = tile.name();
+            match plan.tiles() {
+                true => format!(
+                    "{name}(tile_a, tile_b, steps, target, ldc, done > 0 || !args->from_zero, next_a + (cp - {first_cp}) * steps * {}, next_b + (rp - {first_rp}) * \
+                     steps * {});",
+                    amx::lines_ahead(rows / amx::EXTENT),
+                    amx::lines_ahead(vectors),
+                ),
+                false => format!("{name}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);"),
+            }
         };
         let mut heights = |vectors: usize| {
             let tall = call(plan.rows, vectors);
@@ -113,32 +120,32 @@ impl<'a> Emitter<'a> {
             true => (amx::BEGIN, amx::END),
             false => ("", ""),
         };
-        let work = match plan.stream {
-            Stream::Columns => self.row_loops(&sums, &self.tile(&sums, &calls)),
-            Stream::Rows => self.column_loops(&sums, &self.tile(&sums, &calls)),
-        };
-        let work = match plan.in_chunks() {
-            true => format!(
-                "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < \
-                 {chunk} ? args->depth - done : {chunk};\n{}}}\n",
-                indent(&work, 4),
-                chunk = plan.chunk,
-            ),
-            false => work,
+        let tile = self.tile(&sums, &calls);
+        let work = match (plan.tiles(), plan.stream) {
+            (true, _) => self.block_loops(&sums, &tile),
+            (false, Stream::Columns) => self.row_loops(&sums, &tile),
+            (false, Stream::Rows) => self.column_loops(&sums, &tile),
         };
         let (streamed, stationary) = plan.panels();
-        let group = plan.group;
-        let groups = match plan.part {
-            Some(part) => {
-                let parts = stationary.div_ceil(part);
-                format!(
-                    "for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t group = unit / {parts} * {group}, group_end = group + {group} < {streamed} ? \
-                     group + {group} : {streamed};\n        const int64_t from = unit % {parts} * {part}, to = from + {part} < {stationary} ? from + {part} : {stationary};\n"
-                )
-            }
-            None => format!(
+        let (group, part) = (plan.group, plan.part);
+        let to = format!("to = from + {part} < {stationary} ? from + {part} : {stationary}");
+        let parts = stationary.div_ceil(part);
+        let work = match (plan.shared, parts) {
+            (false, 1) => format!("const int64_t from = 0, to = {stationary};\n{work}"),
+            (false, _) => format!(
+                "for (int64_t from = 0; from < {stationary}; from += {part}) {{\n    const int64_t {to};\n{}}}\n",
+                indent(&work, 4)
+            ),
+            (true, _) => format!("const int64_t from = unit % {parts} * {part}, {to};\n{work}"),
+        };
+        let groups = match plan.shared {
+            true => format!(
+                "for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t group = unit / {parts} * {group}, group_end = group + {group} < {streamed} ? \
+                 group + {group} : {streamed};\n"
+            ),
+            false => format!(
                 "for (int64_t group = begin; group < end; group += {group}) {{\n        const int64_t group_end = group + {group} < end ? group + \
-                 {group} : end;\n        const int64_t from = 0, to = {stationary};\n"
+                 {group} : end;\n"
             ),
         };
         format!(
@@ -192,13 +199,13 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// C expressions of the addresses where a tile finds its rows of A and its columns of B. Where panels
-    /// meet in chunks these are those of the first chunk.
+    /// C expressions of the addresses where a tile finds its rows of A and its columns of B, from the first
+    /// step on.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
         // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
         // threads share begin with the first, and each begins where the one before it ends.
-        let shared = plan.part.is_some();
+        let shared = plan.shared;
         let packed_a = match plan.stream {
             Stream::Rows if !shared => format!("streamed + (rp - group) * {} * args->depth", plan.rows),
             Stream::Rows => "streamed + row * args->depth".to_owned(),
@@ -220,24 +227,33 @@ impl<'a> Emitter<'a> {
         (a, b)
     }
 
+    fn contiguous(&self, operand: &Operand<'_>) -> Option<Axis> {
+        Pairs::padded(operand, self.spec.k).contiguous()
+    }
+
     /// Packs the streamed panels of a group, unless they are read in place.
     fn pack_streamed(&self) -> String {
         let (plan, name) = (self.plan, &self.spec.name);
-        if plan.part.is_some() {
+        if plan.shared {
             return String::new();
         }
-        match plan.stream {
-            Stream::Columns if plan.b_packed => format!(
-                "for (int64_t cp = group; cp < group_end; cp++)\n    {name}_pack_b(args, cp, 0, args->depth, streamed + (cp - group) * \
-                 {} * args->depth);\n",
-                plan.width()
+        let (letter, high, contiguous) = match plan.stream {
+            Stream::Columns if plan.b_packed => ("b", plan.width(), self.contiguous(&self.spec.b)),
+            Stream::Rows if plan.a_packed => ("a", plan.rows, self.contiguous(&self.spec.a)),
+            _ => return String::new(),
+        };
+        let pack = |from: &str, to: &str| {
+            format!(
+                "for (int64_t panel = group; panel < group_end; panel++)\n    {name}_pack_{letter}(args, panel, {from}, {to}, streamed + (panel - group) * {high} * args->depth);\n"
+            )
+        };
+        // Panels whose neighbours lie beside them in memory are packed together.
+        match plan.tiles() && contiguous == Some(Axis::Free) {
+            true => format!(
+                "for (int64_t k = 0; k < args->depth; k += {TOGETHER}) {{\n    const int64_t end = k + {TOGETHER} < args->depth ? k + {TOGETHER} : args->depth;\n{}}}\n",
+                indent(&pack("k", "end"), 4)
             ),
-            Stream::Rows if plan.a_packed => format!(
-                "for (int64_t rp = group; rp < group_end; rp++)\n    {name}_pack_a(args, rp, 0, args->depth, streamed + (rp - group) * {} \
-                 * args->depth);\n",
-                plan.rows
-            ),
-            _ => String::new(),
+            false => pack("0", "args->depth"),
         }
     }
 
@@ -246,27 +262,87 @@ impl<'a> Emitter<'a> {
     fn tile(&self, sums: &Sums<'_>, calls: &str) -> String {
         let (plan, width) = (self.plan, self.plan.width());
         let (real, factor) = (self.spec.element().ctype(), plan.factor.ctype());
+        let block_row = plan.rows * self.workspace.block_ld;
         let at = match (sums, plan.stream) {
+            (Sums::Block, _) if plan.tiles() => {
+                let [[first_rp, _], [first_cp, _]] = self.block();
+                format!("(rp - {first_rp}) * {block_row} + (cp - {first_cp}) * {width}")
+            }
             (Sums::Block, Stream::Columns) => format!("(cp - group) * {width}"),
-            (Sums::Block, Stream::Rows) => format!(
-                "(rp - group) * {} + (cp - wide) * {width}",
-                plan.rows * self.workspace.block_ld
-            ),
+            (Sums::Block, Stream::Rows) => format!("(rp - group) * {block_row} + (cp - wide) * {width}"),
             _ => "row * ldc + col".to_owned(),
         };
-        let (mut a, mut b) = self.operands();
-        if plan.in_chunks() {
-            // A panel has its steps one after the other, each as high or wide as the panel is.
-            let [rows, last_rows] = [plan.rows, plan.last_rows(self.spec.m)];
-            let [columns, last_columns] = [width, plan.last_vectors * plan.lanes];
-            let (last_rp, last_cp) = (plan.row_panels - 1, plan.column_panels - 1);
-            a += &format!(" + done * (rp < {last_rp} ? {rows} : {last_rows})");
-            b += &format!(" + done * (cp < {last_cp} ? {columns} : {last_columns})");
-        }
+        let (a, b) = self.operands();
+        let place = match plan.tiles() {
+            true => self.chunks(&a, &b),
+            false => format!("const {factor} *tile_a = {a};\nconst {factor} *tile_b = {b};\n"),
+        };
         format!(
-            "const int64_t row = {}, col = cp * {width};\nconst \
-             {factor} *tile_a = {a};\nconst {factor} *tile_b = {b};\n{real} *target = base + {at};\n{calls}",
+            "const int64_t row = {}, col = cp * {width};\n{place}{real} *target = base + {at};\n{calls}",
             self.first_row("rp")
+        )
+    }
+
+    /// Declares where chunks of the panels of A and B begin that meet now, and where those that follow.
+    fn chunks(&self, a: &str, b: &str) -> String {
+        let plan = self.plan;
+        // A panel has its steps one after the other, each as high or wide as the panel is.
+        let [rows, last_rows] = [plan.rows, plan.last_rows(self.spec.m)];
+        let [columns, last_columns] = [plan.width(), plan.last_vectors * plan.lanes];
+        let (last_rp, last_cp) = (plan.row_panels - 1, plan.column_panels - 1);
+        let factor = plan.factor.ctype();
+        let on = match plan.stream {
+            Stream::Rows => ["", " + on * args->depth"],
+            Stream::Columns => [" + on * args->depth", ""],
+        };
+        let one = |letter: &str, panel: String, step: String, on: &str| {
+            format!(
+                "const int64_t step_{letter} = {step};\nconst {factor} *panel_{letter} = {panel}, *tile_{letter} = panel_{letter} + done * step_{letter}, *next_{letter} \
+                 = panel_{letter} + (next{on}) * step_{letter};\n"
+            )
+        };
+        one(
+            "a",
+            a.to_owned(),
+            format!("rp < {last_rp} ? {rows} : {last_rows}"),
+            on[0],
+        ) + &one(
+            "b",
+            b.to_owned(),
+            format!("cp < {last_cp} ? {columns} : {last_columns}"),
+            on[1],
+        )
+    }
+
+    /// First panel of rows of a block and the end of its panels, and those of columns.
+    fn block(&self) -> [[&'static str; 2]; 2] {
+        let (streamed, stationary) = (["group", "group_end"], ["from", "to"]);
+        match self.plan.stream {
+            Stream::Rows => [streamed, stationary],
+            Stream::Columns => [stationary, streamed],
+        }
+    }
+
+    /// For each chunk of the depth, the tiles of a block of the result. Panels of rows stay in L1 while those
+    /// of columns pass.
+    fn block_loops(&self, sums: &Sums<'_>, tile: &str) -> String {
+        let plan = self.plan;
+        let [[first_rp, end_rp], [first_cp, end_cp]] = self.block();
+        let (chunk, part, stationary) = (plan.chunk, plan.part, plan.panels().1);
+        let at = format!("(rp - {first_rp}) * {}", plan.rows * self.workspace.block_ld);
+        let finish = match self.finish_columns(sums, first_cp, end_cp, &at) {
+            finish if finish.is_empty() => finish,
+            finish => format!(
+                "for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)\n{}",
+                indent(&finish, 4)
+            ),
+        };
+        format!(
+            "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < {chunk} ? args->depth - done : {chunk};\n    \
+             /* What follows: the next steps of these panels, or the first of as many stationary ones further on. */\n    const int64_t next = done + steps < args->depth ? \
+             done + steps : 0, on = next ? 0 : to < {stationary} ? {part} : -from;\n    for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)\n    for (int64_t cp = \
+             {first_cp}; cp < {end_cp}; cp++) {{\n{}    }}\n}}\n{finish}",
+            indent(tile, 8)
         )
     }
 
@@ -321,10 +397,9 @@ impl<'a> Emitter<'a> {
             Sums::Block => at,
             _ => "row * ldc + col",
         };
-        let test = match (plan.cuts > 1, plan.in_chunks()) {
-            (true, true) => "if (args->to_end && done + steps == args->depth) ",
-            (true, false) => "if (args->to_end) ",
-            (false, _) => "",
+        let test = match plan.cuts > 1 {
+            true => "if (args->to_end) ",
+            false => "",
         };
         format!(
             "{test}{{\n    const int64_t row = {}, rows = {rows}, col = {from} * {width}, ends = {end} * {width} < {n} ? {end} * \

@@ -7,7 +7,7 @@ use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
-    BATCH_PRODUCT, PACK_STEPS, PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
+    BATCH_PRODUCT, PACK_STEPS, PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH,
 };
 
 /// The unit of work that threads share.
@@ -56,9 +56,10 @@ pub(super) struct ProductPlan {
     pub stream: Stream,
     /// Streamed panels that a thread works on at a time.
     pub group: usize,
-    /// Set if both operands are packed before panels meet, and threads share blocks of the result: the
-    /// stationary panels of a block, which has [`Self::group`] streamed ones.
-    pub part: Option<usize>,
+    /// Stationary panels of a block of the result, which has [`Self::group`] streamed ones.
+    pub part: usize,
+    /// Whether both operands are packed before panels meet, and threads share blocks of the result.
+    pub shared: bool,
     pub parallel: Parallel,
     /// Whether tiles store into the result themselves.
     pub in_result: bool,
@@ -77,15 +78,16 @@ impl ProductPlan {
         let width = vectors * lanes;
         let column_panels = n.div_ceil(width);
         let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
-        // Tiles store whole vectors, and those of AMX whole tiles.
+        let depth = Depth::new(spec, factor, lanes);
+        // Tiles store whole vectors, and those of AMX whole tiles. Sums of several chunks add up faster in a
+        // block, where rows are near each other.
         let in_result = spec
             .epilogue
             .memory
             .as_ref()
             .is_some_and(|memory| memory.col_stride == 1)
             && n.is_multiple_of(lanes)
-            && (!tiles || m.is_multiple_of(amx::EXTENT));
-        let depth = Depth::new(spec, factor, lanes, in_result);
+            && (!tiles || m.is_multiple_of(amx::EXTENT) && depth.chunk == depth.each);
         let parallel = Parallel::of(spec);
         let packed = [
             pack_a(&spec.a, factor, spec.k, n, lanes),
@@ -124,6 +126,7 @@ impl ProductPlan {
             stream: shares.stream,
             group: shares.group,
             part: shares.part,
+            shared: shares.shared,
             parallel,
             in_result,
         }
@@ -217,8 +220,8 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// The depth of a product of `factor`s; `in_result` says whether tiles add up in the result itself.
-    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, in_result: bool) -> Self {
+    /// The depth of a product of `factor`s.
+    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize) -> Self {
         let all = round_up(spec.k.div_ceil(factor.depth()), factor.steps());
         let longest = spec
             .a
@@ -232,11 +235,9 @@ impl Depth {
             _ if longest == PRODUCT_DEPTH => round_up(all.div_ceil(cuts), lanes),
             _ => longest,
         };
-        let adds_up = in_result || cuts > 1;
-        let is_deep = each >= 2 * TILE_DEPTH && spec.threads <= TILE_DEPTH_THREADS;
-        let chunk = match factor == Factor::Bf16Tile && adds_up && is_deep {
-            true => round_up(each.div_ceil(each.div_ceil(TILE_DEPTH)), amx::EXTENT),
-            false => each,
+        let chunk = match factor {
+            Factor::Bf16Tile => round_up(each.div_ceil(each.div_ceil(TILE_DEPTH)), amx::EXTENT),
+            _ => each,
         };
         Self {
             all,
@@ -318,7 +319,7 @@ mod tests {
             threads,
         };
         let plan = ProductPlan::new(&spec, Isa::AmxBf16);
-        plan.part.map(|part| [plan.group, part])
+        plan.shared.then_some([plan.group, plan.part])
     }
 
     #[test]

@@ -16,7 +16,9 @@ pub(super) struct Shares {
     /// See [`super::plan::ProductPlan::group`].
     pub group: usize,
     /// See [`super::plan::ProductPlan::part`].
-    pub part: Option<usize>,
+    pub part: usize,
+    /// See [`super::plan::ProductPlan::shared`].
+    pub shared: bool,
 }
 
 impl Shares {
@@ -66,17 +68,25 @@ impl Shares {
                 stream: blocks.stream,
                 rows: alone,
                 group: blocks.streamed,
-                part: Some(blocks.stationary),
+                part: blocks.stationary,
+                shared: true,
             },
-            None => Self {
-                stream,
-                rows: match stream {
-                    Stream::Rows => shared,
-                    Stream::Columns => alone,
-                },
-                group: kept,
-                part: None,
-            },
+            None => {
+                let (rows, met) = match stream {
+                    Stream::Rows => (shared, columns.panels),
+                    Stream::Columns => (alone, alone.panels),
+                };
+                Self {
+                    stream,
+                    rows,
+                    group: kept,
+                    part: match tiles {
+                        true => evenly(met, BLOCK_PANELS),
+                        false => met,
+                    },
+                    shared: false,
+                }
+            }
         }
     }
 }
@@ -148,6 +158,11 @@ fn waste(panels: usize, threads: usize) -> f64 {
     (panels.div_ceil(threads) * threads) as f64 / panels as f64
 }
 
+/// The size of at most `most` with which the last of the groups that `panels` are cut into is nearly as large.
+fn evenly(panels: usize, most: usize) -> usize {
+    panels.div_ceil(panels.div_ceil(most))
+}
+
 /// The longer side is streamed, unless its panels divide worse among the threads: `waste` is that of rows and
 /// of columns.
 fn choose_stream([m, n]: [usize; 2], [rows, columns]: [f64; 2]) -> Stream {
@@ -210,9 +225,7 @@ impl Blocks {
             let blocks = streamed.div_ceil(g) * stationary.div_ceil(p);
             blocks.div_ceil(threads) * (2 * g * p + g + p)
         };
-        // Sizes of which the last block is nearly as large.
-        let sizes =
-            |panels: usize| (1..=BLOCK_PANELS).map(move |most| panels.div_ceil(panels.div_ceil(most)));
+        let sizes = |panels: usize| (1..=BLOCK_PANELS).map(move |most| evenly(panels, most));
         let all = sizes(streamed).flat_map(|g| sizes(stationary).map(move |p| [g, p]));
         let [streamed, stationary] = all.min_by_key(time).unwrap_or([1, 1]);
         Self {

@@ -65,10 +65,10 @@ impl Workspace {
             0
         };
         // Panels that all threads have in common lie where those of the first thread would.
-        let (common, streamed_each) = match (plan.part, plan.stream) {
-            (None, _) => (0, streamed_each),
-            (_, Stream::Columns) => (floats(b), 0),
-            (_, Stream::Rows) => (floats(a), 0),
+        let (common, streamed_each) = match (plan.shared, plan.stream) {
+            (false, _) => (0, streamed_each),
+            (true, Stream::Columns) => (floats(b), 0),
+            (true, Stream::Rows) => (floats(a), 0),
         };
         let shared = stationary + partial;
         let threads = if plan.parallel == Parallel::Panels {
@@ -77,10 +77,17 @@ impl Workspace {
             1
         };
         let (block_rows, block_panels) = match plan.stream {
-            Stream::Columns => (plan.rows, plan.group.min(plan.column_panels)),
+            Stream::Columns => (
+                plan.rows * if plan.tiles() { plan.part } else { 1 },
+                plan.group.min(plan.column_panels),
+            ),
             Stream::Rows => (
                 plan.rows * plan.group.min(plan.row_panels),
-                WIDE.min(plan.column_panels),
+                if plan.tiles() {
+                    plan.part
+                } else {
+                    WIDE.min(plan.column_panels)
+                },
             ),
         };
         // A vector more than the columns, so that rows do not fight for the same lines of L1.

@@ -38,6 +38,7 @@
 
 use super::super::{Helper, indent};
 use super::{Access, Tile};
+use crate::policy::BLOCK_PANELS;
 
 /// Rows, columns and steps of the depth of a tile.
 pub const EXTENT: usize = 16;
@@ -47,6 +48,12 @@ const MOST: usize = 2;
 
 /// Most rows of a panel of A.
 pub const MAX_ROWS: usize = MOST * EXTENT;
+
+/// Lines that each step of a multiplication brings of what follows of an operand with so many tiles: all of
+/// its lines, with all the multiplications of a block.
+pub const fn lines_ahead(tiles: usize) -> usize {
+    tiles * EXTENT / BLOCK_PANELS
+}
 
 /// Statement before the first tile of a part of a kernel.
 pub const BEGIN: &str = "kiln_tiles_begin();\n";
@@ -65,7 +72,8 @@ pub(super) fn helper(tile: &Tile) -> Helper {
     debug_assert_eq!((tile.a, tile.b), (Access::Packed, Access::Packed));
     let name = tile.name();
     let head = format!(
-        "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t depth, float *c, int64_t ldc, int accumulate)"
+        "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t depth, float *c, int64_t ldc, int accumulate, const bf16_pair *next_a, const \
+         bf16_pair *next_b)"
     );
     let sums = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
         let each = (0..high).flat_map(|i| (0..wide).map(move |j| (i, j)));
@@ -76,11 +84,13 @@ pub(super) fn helper(tile: &Tile) -> Helper {
     let (a_block, b_block) = (high * TILE, wide * TILE);
     let body = format!(
         "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n{}    for (int64_t k = {EXTENT}; k < depth; k += {EXTENT}) {{\n{}        a \
-         += {a_block};\n        b += {b_block};\n    }}\n{}{}",
+         += {a_block};\n        b += {b_block};\n        next_a += {};\n        next_b += {};\n    }}\n{}{}",
         sums(&|sum, i, j| format!("        kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n")),
         sums(&|sum, _, _| format!("        kiln_tile_zero({sum});\n")),
         indent(&step.first(), 4),
         indent(&step.next(), 8),
+        lines_ahead(high) * EXTENT,
+        lines_ahead(wide) * EXTENT,
         indent(&step.last(), 4),
         sums(&|sum, i, j| format!("    kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n")),
     );
@@ -123,7 +133,24 @@ impl Step {
 
     fn load(&self, operand: Operand, steps: usize) -> String {
         let (register, place) = (Self::register(operand), self.place(operand, steps));
-        format!("kiln_tile_load({register}, {place}, {EXTENT});\n")
+        let load = match operand {
+            Operand::A(_) => "load",
+            Operand::B(_) => "stream",
+        };
+        format!("kiln_tile_{load}({register}, {place}, {EXTENT});\n")
+    }
+
+    /// Brings the lines of `next_a` and `next_b` that are this step's, after one of its multiplications.
+    fn prefetch(&self, dot: usize) -> String {
+        let all = [("next_a", self.high), ("next_b", self.wide)];
+        let lines = all
+            .iter()
+            .flat_map(|&(from, tiles)| (0..lines_ahead(tiles)).map(move |line| (from, line)));
+        lines
+            .enumerate()
+            .filter(|(i, _)| i % (self.high * self.wide) == dot)
+            .map(|(_, (from, line))| format!("kiln_tile_prefetch({from} + {});\n", line * EXTENT))
+            .collect()
     }
 
     fn dot(&self, i: usize, j: usize) -> String {
@@ -145,8 +172,9 @@ impl Step {
     /// the first, and two after the last.
     fn next(&self) -> String {
         let mut text = String::new();
-        for (j, i) in self.order() {
+        for (at, (j, i)) in self.order().enumerate() {
             text.push_str(&self.dot(i, j));
+            text.push_str(&self.prefetch(at));
             let ends_column = i == if j == 0 { self.high - 1 } else { 0 };
             let row_is_free = j + 1 == self.wide;
             let free = [
@@ -155,10 +183,6 @@ impl Step {
             ];
             for operand in free.into_iter().flatten() {
                 text.push_str(&self.load(operand, 1));
-                text.push_str(&format!(
-                    "kiln_tile_prefetch({}, {EXTENT});\n",
-                    self.place(operand, 2)
-                ));
             }
         }
         text
@@ -166,7 +190,9 @@ impl Step {
 
     /// The multiplications of the last step.
     fn last(&self) -> String {
-        self.order().map(|(j, i)| self.dot(i, j)).collect()
+        let dots = self.order().enumerate();
+        dots.map(|(at, (j, i))| self.dot(i, j) + &self.prefetch(at))
+            .collect()
     }
 
     /// Column and row of the multiplications in their order.
