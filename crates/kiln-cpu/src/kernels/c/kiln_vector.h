@@ -513,10 +513,23 @@ KILN_INLINE vf vf_load_bf16(const uint16_t *p) {
     __builtin_memcpy(&h, p, sizeof h);
     return (vf)(__builtin_convertvector(h, vu) << 16);
 }
-KILN_INLINE void vf_store_bf16(uint16_t *p, vf v) {
+KILN_INLINE vu_half vf_round_bf16(vf v) {
     vu u = (vu)v, rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vi nan = v != v;
-    vu_half h = __builtin_convertvector((vu)vi_select(nan, (vi)((u >> 16) | 0x40), (vi)rounded), vu_half);
+    return __builtin_convertvector((vu)vi_select(nan, (vi)((u >> 16) | 0x40), (vi)rounded), vu_half);
+}
+KILN_INLINE void vf_store_bf16(uint16_t *p, vf v) {
+    vu_half h;
+#if KILN_LANES == 16 && defined(__AVX512BF16__)
+    /* The instruction takes subnormal numbers for zero: twice their bits are 1 to 0xfffffe. */
+    uint16_t subnormal;
+    const vu below = ((vu)v << 1) - 1;
+    __asm__("vpcmpltud %2, %1, %0" : "=k"(subnormal) : "v"(below), "v"((vu){0} + 0xffffff));
+    __asm__("vcvtneps2bf16 %1, %0" : "=v"(h) : "v"(v));
+    if (__builtin_expect(subnormal, 0)) h = vf_round_bf16(v);
+#else
+    h = vf_round_bf16(v);
+#endif
     __builtin_memcpy(p, &h, sizeof h);
 }
 #if KILN_LANES == 16 && defined(__AVX512F__) && !defined(__clang__)

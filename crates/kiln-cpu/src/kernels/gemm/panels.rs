@@ -121,8 +121,9 @@ impl<'a> Emitter<'a> {
             false => ("", ""),
         };
         let tile = self.tile(&sums, &calls);
+        let pack = self.pack_streamed();
         let work = match (plan.tiles(), plan.stream) {
-            (true, _) => self.block_loops(&sums, &tile),
+            (true, _) => self.block_loops(&sums, if plan.by_chunk { &pack } else { "" }, &tile),
             (false, Stream::Columns) => self.row_loops(&sums, &tile),
             (false, Stream::Rows) => self.column_loops(&sums, &tile),
         };
@@ -156,7 +157,7 @@ impl<'a> Emitter<'a> {
             workspace.stationary,
             self.own(workspace.streamed, workspace.streamed_each),
             indent(begin, 4),
-            indent(&self.pack_streamed(), 8),
+            indent(if plan.by_chunk { "" } else { &pack }, 8),
             indent(&work, 8),
             indent(end, 4),
         )
@@ -206,13 +207,17 @@ impl<'a> Emitter<'a> {
         // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
         // threads share begin with the first, and each begins where the one before it ends.
         let shared = plan.shared;
+        let distance = match plan.by_chunk {
+            true => plan.chunk.to_string(),
+            false => "args->depth".to_owned(),
+        };
         let packed_a = match plan.stream {
-            Stream::Rows if !shared => format!("streamed + (rp - group) * {} * args->depth", plan.rows),
+            Stream::Rows if !shared => format!("streamed + (rp - group) * {} * {distance}", plan.rows),
             Stream::Rows => "streamed + row * args->depth".to_owned(),
             Stream::Columns => "stationary + row * args->depth".to_owned(),
         };
         let packed_b = match plan.stream {
-            Stream::Columns if !shared => format!("streamed + (cp - group) * {width} * args->depth"),
+            Stream::Columns if !shared => format!("streamed + (cp - group) * {width} * {distance}"),
             Stream::Columns => format!("streamed + cp * {width} * args->depth"),
             Stream::Rows => format!("stationary + cp * {width} * args->depth"),
         };
@@ -242,18 +247,22 @@ impl<'a> Emitter<'a> {
             Stream::Rows if plan.a_packed => ("a", plan.rows, self.contiguous(&self.spec.a)),
             _ => return String::new(),
         };
+        let (first, end, distance) = match plan.by_chunk {
+            true => ("done", "done + steps", plan.chunk.to_string()),
+            false => ("0", "args->depth", "args->depth".to_owned()),
+        };
         let pack = |from: &str, to: &str| {
             format!(
-                "for (int64_t panel = group; panel < group_end; panel++)\n    {name}_pack_{letter}(args, panel, {from}, {to}, streamed + (panel - group) * {high} * args->depth);\n"
+                "for (int64_t panel = group; panel < group_end; panel++)\n    {name}_pack_{letter}(args, panel, {from}, {to}, {first}, streamed + (panel - group) * {high} * {distance});\n"
             )
         };
         // Panels whose neighbours lie beside them in memory are packed together.
         match plan.tiles() && contiguous == Some(Axis::Free) {
             true => format!(
-                "for (int64_t k = 0; k < args->depth; k += {TOGETHER}) {{\n    const int64_t end = k + {TOGETHER} < args->depth ? k + {TOGETHER} : args->depth;\n{}}}\n",
-                indent(&pack("k", "end"), 4)
+                "for (int64_t k = {first}; k < {end}; k += {TOGETHER}) {{\n    const int64_t to = k + {TOGETHER} < {end} ? k + {TOGETHER} : {end};\n{}}}\n",
+                indent(&pack("k", "to"), 4)
             ),
-            false => pack("0", "args->depth"),
+            false => pack(first, end),
         }
     }
 
@@ -291,26 +300,28 @@ impl<'a> Emitter<'a> {
         let [columns, last_columns] = [plan.width(), plan.last_vectors * plan.lanes];
         let (last_rp, last_cp) = (plan.row_panels - 1, plan.column_panels - 1);
         let factor = plan.factor.ctype();
-        let on = match plan.stream {
-            Stream::Rows => ["", " + on * args->depth"],
-            Stream::Columns => [" + on * args->depth", ""],
-        };
-        let one = |letter: &str, panel: String, step: String, on: &str| {
+        let one = |letter: &str, panel: &str, step: String, streamed: bool| {
+            let [now, next] = match (plan.by_chunk && streamed, streamed) {
+                (true, _) => ["0", "0"],
+                (_, true) => ["done", "next"],
+                (_, false) => ["done", "(next + on * args->depth)"],
+            };
             format!(
-                "const int64_t step_{letter} = {step};\nconst {factor} *panel_{letter} = {panel}, *tile_{letter} = panel_{letter} + done * step_{letter}, *next_{letter} \
-                 = panel_{letter} + (next{on}) * step_{letter};\n"
+                "const int64_t step_{letter} = {step};\nconst {factor} *panel_{letter} = {panel}, *tile_{letter} = panel_{letter} + {now} * step_{letter}, *next_{letter} \
+                 = panel_{letter} + {next} * step_{letter};\n"
             )
         };
+        let rows_stream = plan.stream == Stream::Rows;
         one(
             "a",
-            a.to_owned(),
+            a,
             format!("rp < {last_rp} ? {rows} : {last_rows}"),
-            on[0],
+            rows_stream,
         ) + &one(
             "b",
-            b.to_owned(),
+            b,
             format!("cp < {last_cp} ? {columns} : {last_columns}"),
-            on[1],
+            !rows_stream,
         )
     }
 
@@ -325,7 +336,7 @@ impl<'a> Emitter<'a> {
 
     /// For each chunk of the depth, the tiles of a block of the result. Panels of rows stay in L1 while those
     /// of columns pass.
-    fn block_loops(&self, sums: &Sums<'_>, tile: &str) -> String {
+    fn block_loops(&self, sums: &Sums<'_>, pack: &str, tile: &str) -> String {
         let plan = self.plan;
         let [[first_rp, end_rp], [first_cp, end_cp]] = self.block();
         let (chunk, part, stationary) = (plan.chunk, plan.part, plan.panels().1);
@@ -338,10 +349,11 @@ impl<'a> Emitter<'a> {
             ),
         };
         format!(
-            "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < {chunk} ? args->depth - done : {chunk};\n    \
+            "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < {chunk} ? args->depth - done : {chunk};\n{}    \
              /* What follows: the next steps of these panels, or the first of as many stationary ones further on. */\n    const int64_t next = done + steps < args->depth ? \
              done + steps : 0, on = next ? 0 : to < {stationary} ? {part} : -from;\n    for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)\n    for (int64_t cp = \
              {first_cp}; cp < {end_cp}; cp++) {{\n{}    }}\n}}\n{finish}",
+            indent(pack, 4),
             indent(tile, 8)
         )
     }

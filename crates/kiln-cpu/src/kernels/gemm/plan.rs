@@ -60,6 +60,8 @@ pub(super) struct ProductPlan {
     pub part: usize,
     /// Whether both operands are packed before panels meet, and threads share blocks of the result.
     pub shared: bool,
+    /// Whether streamed panels are packed chunk by chunk of the depth, each for all stationary panels.
+    pub by_chunk: bool,
     pub parallel: Parallel,
     /// Whether tiles store into the result themselves.
     pub in_result: bool,
@@ -127,6 +129,7 @@ impl ProductPlan {
             group: shares.group,
             part: shares.part,
             shared: shares.shared,
+            by_chunk: shares.by_chunk,
             parallel,
             in_result,
         }
@@ -152,6 +155,14 @@ impl ProductPlan {
     /// Whether panels meet in chunks of the depth.
     pub fn in_chunks(&self) -> bool {
         self.chunk < self.depth
+    }
+
+    /// Steps of streamed panels that are packed at a time.
+    pub fn streamed_steps(&self) -> usize {
+        match self.by_chunk {
+            true => self.chunk,
+            false => self.depth,
+        }
     }
 
     /// Columns of a full column panel.

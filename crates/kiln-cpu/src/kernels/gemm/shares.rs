@@ -6,7 +6,7 @@ use super::{Axis, GemmSpec};
 use crate::kernels::round_up;
 use crate::kernels::tile::amx;
 use crate::policy::{
-    BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE, PRODUCT_L2,
+    BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE, CHUNKED_PANELS, PRODUCT_L2, STREAMED_L2,
 };
 
 /// How the result is divided among threads.
@@ -19,6 +19,8 @@ pub(super) struct Shares {
     pub part: usize,
     /// See [`super::plan::ProductPlan::shared`].
     pub shared: bool,
+    /// See [`super::plan::ProductPlan::by_chunk`].
+    pub by_chunk: bool,
 }
 
 impl Shares {
@@ -70,21 +72,25 @@ impl Shares {
                 group: blocks.streamed,
                 part: blocks.stationary,
                 shared: true,
+                by_chunk: false,
             },
             None => {
                 let (rows, met) = match stream {
                     Stream::Rows => (shared, columns.panels),
                     Stream::Columns => (alone, alone.panels),
                 };
+                let whole = kept * panel * depth.each * bytes;
+                let by_chunk = tiles && whole > STREAMED_L2 && met <= CHUNKED_PANELS;
                 Self {
                     stream,
                     rows,
                     group: kept,
-                    part: match tiles {
+                    part: match tiles && !by_chunk {
                         true => evenly(met, BLOCK_PANELS),
                         false => met,
                     },
                     shared: false,
+                    by_chunk,
                 }
             }
         }

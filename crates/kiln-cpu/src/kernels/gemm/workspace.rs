@@ -45,7 +45,7 @@ impl Workspace {
             Stream::Columns => (
                 if plan.a_packed { floats(a) } else { 0 },
                 if plan.b_packed {
-                    floats(plan.group * plan.width() * plan.depth)
+                    floats(plan.group * plan.width() * plan.streamed_steps())
                 } else {
                     0
                 },
@@ -53,7 +53,7 @@ impl Workspace {
             Stream::Rows => (
                 if plan.b_packed { floats(b) } else { 0 },
                 if plan.a_packed {
-                    floats(plan.group * plan.rows * plan.depth)
+                    floats(plan.group * plan.rows * plan.streamed_steps())
                 } else {
                     0
                 },
