@@ -126,10 +126,15 @@ pub const BLOCKS_STREAMED: usize = 2;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
-/// Steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time: 32 rows are 24 KiB, which stay
-/// in L1 beside what passes, where two hardware threads share it, too. On one thread of its own 160 to 320 steps
-/// took the same time within a twentieth.
+/// Most steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time on few threads: 32 rows are
+/// 24 KiB, which stay in L1 while panels of columns pass. 160 to 320 steps took the same time within a twentieth.
 pub const TILE_DEPTH: usize = 192;
+
+/// With more threads whole panels meet, and tiles are brought to L1 two steps before. Two processors with AMX were
+/// measured, in TFLOP/s on 768x3072x2048 (A transposed), 2048x768x3072 and 1024x1024x1024 in chunks, and with whole
+/// panels. One or two threads, each with a core: 1.4, 1.4, 1.3 and 1.0, 1.0, 1.0 a thread. Sixteen virtual
+/// processors, on which registers alone multiply tiles at a fifth of that rate: 5.3, 4.2, 3.3 and 6.6, 5.7, 3.4 in all.
+pub const TILE_DEPTH_THREADS: usize = 2;
 
 /// Streamed panels of AMX tiles are packed chunk by chunk where those of the whole depth would have more bytes:
 /// half of L2.

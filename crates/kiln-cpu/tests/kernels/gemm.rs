@@ -319,14 +319,16 @@ fn random_products_match_f64() {
     check(&cases, 12);
 }
 
-/// Operands of bf16, with results of f32 and of bf16.
+/// Operands of bf16, with results of f32 and of bf16; two threads read panels in another order than three.
 #[test]
 fn random_products_of_bf16_match_f64() {
     let mut random = Random::new(21);
     let cases: Vec<Case> = (0..40)
         .map(|number| Case::random(&mut random).of_bf16([Storage::F32, Storage::BF16][number % 2]))
         .collect();
-    check(&cases, 22);
+    [2, 3]
+        .into_iter()
+        .for_each(|threads| check_shared(&cases, 22, threads));
 }
 
 fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
@@ -400,7 +402,9 @@ fn whole_and_partial_tiles_of_bf16_match_f64() {
     let mut last = dense(64, 300, 160, [false, true, false]).of_bf16(Storage::BF16);
     last.epilogue = true;
     cases.push(last);
-    check(&cases, 31);
+    [2, 3]
+        .into_iter()
+        .for_each(|threads| check_shared(&cases, 31, threads));
 }
 
 /// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, with the
@@ -421,8 +425,9 @@ fn products_that_threads_share_in_blocks_match_f64() {
     check_shared(&cases, 41, 16);
 }
 
-/// Deep products of tiles whose panels meet in chunks of the depth: in the result itself, in partial sums of
-/// a depth that is cut, too, with last panels of any size, along rows and along columns, and in blocks.
+/// Deep products of tiles whose panels meet in chunks of the depth: in partial sums of a depth that is cut, too,
+/// with last panels of any size, along rows and along columns, and in blocks. Streamed panels are packed before, or
+/// chunk by chunk.
 #[test]
 fn deep_products_in_chunks_match_f64() {
     let mut cases = vec![
@@ -432,6 +437,8 @@ fn deep_products_in_chunks_match_f64() {
         dense(100, 75, 8300, [true, true, false]).of_bf16(Storage::BF16),
         dense(33, 130, 9001, [false, true, true]).of_bf16(Storage::F32),
         dense(272, 528, 2222, [true, true, false]).of_bf16(Storage::F32),
+        dense(330, 300, 900, [false, true, false]).of_bf16(Storage::BF16),
+        dense(290, 310, 800, [true, false, false]).of_bf16(Storage::F32),
     ];
     cases[1].prologue = true;
     cases[3].epilogue = true;

@@ -637,8 +637,10 @@ KILN_INLINE void kiln_tiles_end(void) { __asm__ volatile("tilerelease"); }
     __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #t : : "r"(from), "r"((int64_t)(ld) * 4) : "memory")
 #define kiln_tile_store(t, to, ld) \
     __asm__ volatile("tilestored %%tmm" #t ", (%0,%1,1)" : : "r"(to), "r"((int64_t)(ld) * 4) : "memory")
-/* Brings a line into L2; it need not exist. */
-#define kiln_tile_prefetch(from) __asm__ volatile("prefetcht1 (%0)" : : "r"(from))
+/* Bring a line into L2, and the lines of a tile into L1; they need not exist. */
+#define kiln_line_to_l2(from) __asm__ volatile("prefetcht1 (%0)" : : "r"(from))
+#define kiln_tile_to_l1(from, ld) \
+    KILN_UNROLL for (int l = 0; l < 16; l++) __asm__ volatile("prefetcht0 (%0)" : : "r"((const char *)(from) + l * (int64_t)(ld) * 4))
 /* c + a b for tiles of pairs of bf16; takes subnormal numbers for zero. */
 #define kiln_tile_dot(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c : :)
 #else
@@ -662,7 +664,8 @@ KILN_INLINE void kiln_tile_multiply(uint32_t c[16][16], uint32_t a[16][16], uint
 #define kiln_tile_load(t, from, ld) kiln_tile_copy_in(kiln_tile_memory[t], from, ld)
 #define kiln_tile_store(t, to, ld) kiln_tile_copy_out(kiln_tile_memory[t], to, ld)
 #define kiln_tile_stream(t, from, ld) kiln_tile_load(t, from, ld)
-#define kiln_tile_prefetch(from) (void)0
+#define kiln_line_to_l2(from) (void)0
+#define kiln_tile_to_l1(from, ld) (void)0
 #define kiln_tile_dot(c, a, b) kiln_tile_multiply(kiln_tile_memory[c], kiln_tile_memory[a], kiln_tile_memory[b])
 #endif
 #endif

@@ -38,7 +38,10 @@ impl<'a> Emitter<'a> {
         };
         let (a, b) = (
             access(plan.a_packed, &self.spec.a),
-            access(plan.b_packed, &self.spec.b),
+            match plan.near {
+                true => Access::Passing,
+                false => access(plan.b_packed, &self.spec.b),
+            },
         );
         let [first_rp, first_cp] = self.block().map(|[first, _]| first);
         let mut call = |rows: usize, vectors: usize| {
@@ -53,14 +56,18 @@ impl<'a> Emitter<'a> {
             };
             self.tiles.insert(tile.helper(self.isa));
             let name = tile.name();
-            match plan.tiles() {
+            let start = match plan.near {
+                true => "steps, target, ldc, done > 0 || !args->from_zero",
+                false => "args->depth, target, ldc, !args->from_zero",
+            };
+            match plan.near {
                 true => format!(
-                    "{name}(tile_a, tile_b, steps, target, ldc, done > 0 || !args->from_zero, next_a + (cp - {first_cp}) * steps * {}, next_b + (rp - {first_rp}) * \
+                    "{name}(tile_a, tile_b, {start}, next_a + (cp - {first_cp}) * steps * {}, next_b + (rp - {first_rp}) * \
                      steps * {});",
                     amx::lines_ahead(rows / amx::EXTENT),
                     amx::lines_ahead(vectors),
                 ),
-                false => format!("{name}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);"),
+                false => format!("{name}(tile_a, tile_b, {start});"),
             }
         };
         let mut heights = |vectors: usize| {
@@ -282,7 +289,7 @@ impl<'a> Emitter<'a> {
             _ => "row * ldc + col".to_owned(),
         };
         let (a, b) = self.operands();
-        let place = match plan.tiles() {
+        let place = match plan.near {
             true => self.chunks(&a, &b),
             false => format!("const {factor} *tile_a = {a};\nconst {factor} *tile_b = {b};\n"),
         };
@@ -292,37 +299,39 @@ impl<'a> Emitter<'a> {
         )
     }
 
-    /// Declares where chunks of the panels of A and B begin that meet now, and where those that follow.
+    /// Declares where the chunks of the panels `a` and `b` begin that meet now, and where those that follow.
     fn chunks(&self, a: &str, b: &str) -> String {
         let plan = self.plan;
+        let rows_stream = plan.stream == Stream::Rows;
+        let step_of = |panel: &str, panels: usize, extent: usize, last: usize| match extent == last {
+            true => extent.to_string(),
+            false => format!("({panel} < {} ? {extent} : {last})", panels - 1),
+        };
         // A panel has its steps one after the other, each as high or wide as the panel is.
-        let [rows, last_rows] = [plan.rows, plan.last_rows(self.spec.m)];
-        let [columns, last_columns] = [plan.width(), plan.last_vectors * plan.lanes];
-        let (last_rp, last_cp) = (plan.row_panels - 1, plan.column_panels - 1);
-        let factor = plan.factor.ctype();
-        let one = |letter: &str, panel: &str, step: String, streamed: bool| {
-            let [now, next] = match (plan.by_chunk && streamed, streamed) {
-                (true, _) => ["0", "0"],
-                (_, true) => ["done", "next"],
-                (_, false) => ["done", "(next + on * args->depth)"],
+        let [rows, columns] = [
+            step_of("rp", plan.row_panels, plan.rows, plan.last_rows(self.spec.m)),
+            step_of(
+                "cp",
+                plan.column_panels,
+                plan.width(),
+                plan.last_vectors * plan.lanes,
+            ),
+        ];
+        let one = |letter: &str, panel: &str, step: &str, streamed: bool| {
+            let [now, next] = match (streamed, plan.by_chunk) {
+                (true, true) => [String::new(), String::new()],
+                (true, false) => [format!(" + done * {step}"), format!(" + next * {step}")],
+                (false, _) => [
+                    format!(" + done * {step}"),
+                    format!(" + (next + on * args->depth) * {step}"),
+                ],
             };
             format!(
-                "const int64_t step_{letter} = {step};\nconst {factor} *panel_{letter} = {panel}, *tile_{letter} = panel_{letter} + {now} * step_{letter}, *next_{letter} \
-                 = panel_{letter} + {next} * step_{letter};\n"
+                "const {} *panel_{letter} = {panel}, *tile_{letter} = panel_{letter}{now}, *next_{letter} = panel_{letter}{next};\n",
+                plan.factor.ctype()
             )
         };
-        let rows_stream = plan.stream == Stream::Rows;
-        one(
-            "a",
-            a,
-            format!("rp < {last_rp} ? {rows} : {last_rows}"),
-            rows_stream,
-        ) + &one(
-            "b",
-            b,
-            format!("cp < {last_cp} ? {columns} : {last_columns}"),
-            !rows_stream,
-        )
+        one("a", a, &rows, rows_stream) + &one("b", b, &columns, !rows_stream)
     }
 
     /// First panel of rows of a block and the end of its panels, and those of columns.
@@ -334,28 +343,32 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// For each chunk of the depth, the tiles of a block of the result. Panels of rows stay in L1 while those
-    /// of columns pass.
+    /// The tiles of a block of the result, then its epilogue. Panels of rows stay in L1 while those of columns
+    /// pass: all of them, or chunk by chunk of the depth. `pack` packs the streamed panels of a chunk.
     fn block_loops(&self, sums: &Sums<'_>, pack: &str, tile: &str) -> String {
         let plan = self.plan;
         let [[first_rp, end_rp], [first_cp, end_cp]] = self.block();
         let (chunk, part, stationary) = (plan.chunk, plan.part, plan.panels().1);
-        let at = format!("(rp - {first_rp}) * {}", plan.rows * self.workspace.block_ld);
-        let finish = match self.finish_columns(sums, first_cp, end_cp, &at) {
-            finish if finish.is_empty() => finish,
-            finish => format!(
-                "for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)\n{}",
-                indent(&finish, 4)
-            ),
-        };
-        format!(
-            "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < {chunk} ? args->depth - done : {chunk};\n{}    \
-             /* What follows: the next steps of these panels, or the first of as many stationary ones further on. */\n    const int64_t next = done + steps < args->depth ? \
-             done + steps : 0, on = next ? 0 : to < {stationary} ? {part} : -from;\n    for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)\n    for (int64_t cp = \
-             {first_cp}; cp < {end_cp}; cp++) {{\n{}    }}\n}}\n{finish}",
-            indent(pack, 4),
+        let rows = format!("for (int64_t rp = {first_rp}; rp < {end_rp}; rp++)");
+        let tiles = format!(
+            "{rows}\n    for (int64_t cp = {first_cp}; cp < {end_cp}; cp++) {{\n{}    }}\n",
             indent(tile, 8)
-        )
+        );
+        let tiles = match plan.near {
+            true => format!(
+                "for (int64_t done = 0; done < args->depth; done += {chunk}) {{\n    const int64_t steps = args->depth - done < {chunk} ? args->depth - done : {chunk};\n    \
+                 /* What follows: the next steps of these panels, or the first of as many stationary ones further on. */\n    const int64_t next = done + steps < args->depth ? \
+                 done + steps : 0, on = next ? 0 : to < {stationary} ? {part} : -from;\n{}{}}}\n",
+                indent(pack, 4),
+                indent(&tiles, 4)
+            ),
+            false => tiles,
+        };
+        let at = format!("(rp - {first_rp}) * {}", plan.rows * self.workspace.block_ld);
+        match self.finish_columns(sums, first_cp, end_cp, &at) {
+            finish if finish.is_empty() => tiles,
+            finish => format!("{tiles}{rows}\n{}", indent(&finish, 4)),
+        }
     }
 
     /// For each row panel, the tiles of the group's column panels.

@@ -7,7 +7,7 @@ use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
-    BATCH_PRODUCT, PACK_STEPS, PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH,
+    BATCH_PRODUCT, PACK_STEPS, PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
 };
 
 /// The unit of work that threads share.
@@ -56,6 +56,8 @@ pub(super) struct ProductPlan {
     pub stream: Stream,
     /// Streamed panels that a thread works on at a time.
     pub group: usize,
+    /// Whether row panels of AMX tiles stay in L1, chunk by chunk of the depth, while column panels pass.
+    pub near: bool,
     /// Stationary panels of a block of the result, which has [`Self::group`] streamed ones.
     pub part: usize,
     /// Whether both operands are packed before panels meet, and threads share blocks of the result.
@@ -80,7 +82,8 @@ impl ProductPlan {
         let width = vectors * lanes;
         let column_panels = n.div_ceil(width);
         let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
-        let depth = Depth::new(spec, factor, lanes);
+        let near = tiles && spec.threads <= TILE_DEPTH_THREADS;
+        let depth = Depth::new(spec, factor, lanes, near);
         // Tiles store whole vectors, and those of AMX whole tiles. Sums of several chunks add up faster in a
         // block, where rows are near each other.
         let in_result = spec
@@ -123,6 +126,7 @@ impl ProductPlan {
             depth: depth.each,
             cuts: depth.cuts,
             chunk: depth.chunk,
+            near,
             a_packed: packed[0],
             b_packed: packed[1],
             stream: shares.stream,
@@ -231,8 +235,8 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// The depth of a product of `factor`s.
-    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize) -> Self {
+    /// The depth of a product of `factor`s; see [`ProductPlan::near`].
+    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, near: bool) -> Self {
         let all = round_up(spec.k.div_ceil(factor.depth()), factor.steps());
         let longest = spec
             .a
@@ -246,9 +250,9 @@ impl Depth {
             _ if longest == PRODUCT_DEPTH => round_up(all.div_ceil(cuts), lanes),
             _ => longest,
         };
-        let chunk = match factor {
-            Factor::Bf16Tile => round_up(each.div_ceil(each.div_ceil(TILE_DEPTH)), amx::EXTENT),
-            _ => each,
+        let chunk = match near {
+            true => round_up(each.div_ceil(each.div_ceil(TILE_DEPTH)), amx::EXTENT),
+            false => each,
         };
         Self {
             all,

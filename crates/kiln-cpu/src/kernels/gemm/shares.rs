@@ -80,7 +80,8 @@ impl Shares {
                     Stream::Columns => (alone, alone.panels),
                 };
                 let whole = kept * panel * depth.each * bytes;
-                let by_chunk = tiles && whole > STREAMED_L2 && met <= CHUNKED_PANELS;
+                let in_chunks = depth.chunk < depth.each;
+                let by_chunk = in_chunks && whole > STREAMED_L2 && met <= CHUNKED_PANELS;
                 Self {
                     stream,
                     rows,

@@ -65,32 +65,33 @@ pub const END: &str = "kiln_tiles_end();\n";
 const TILE: usize = EXTENT * EXTENT;
 
 /// Name and text of the function of `tile`, of 16 or 32 rows and one or two vectors. The arguments are
-/// those of [`Tile::helper`]; `depth` is a multiple of 16, but not zero.
+/// those of [`Tile::helper`]; `depth` is a multiple of 16, but not zero. Where B passes by, two more say which
+/// lines of the operands are needed later: [`lines_ahead`] of each for each step.
 pub(super) fn helper(tile: &Tile) -> Helper {
     let (high, wide) = (tile.rows / EXTENT, tile.vectors);
+    let passing = tile.b == Access::Passing;
     debug_assert!((1..=MOST).contains(&high) && (1..=MOST).contains(&wide) && !tile.nested);
-    debug_assert_eq!((tile.a, tile.b), (Access::Packed, Access::Packed));
+    debug_assert!(tile.a == Access::Packed && (passing || tile.b == Access::Packed));
     let name = tile.name();
     let head = format!(
-        "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t depth, float *c, int64_t ldc, int accumulate, const bf16_pair *next_a, const \
-         bf16_pair *next_b)"
+        "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t depth, float *c, int64_t ldc, int accumulate{})",
+        match passing {
+            true => ", const bf16_pair *next_a, const bf16_pair *next_b",
+            false => "",
+        }
     );
     let sums = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
         let each = (0..high).flat_map(|i| (0..wide).map(move |j| (i, j)));
         each.map(|(i, j)| template(i * wide + j, i * EXTENT, j * EXTENT))
             .collect()
     };
-    let step = Step { high, wide };
-    let (a_block, b_block) = (high * TILE, wide * TILE);
+    let step = Step { high, wide, passing };
     let body = format!(
-        "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n{}    for (int64_t k = {EXTENT}; k < depth; k += {EXTENT}) {{\n{}        a \
-         += {a_block};\n        b += {b_block};\n        next_a += {};\n        next_b += {};\n    }}\n{}{}",
+        "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n{}    for (int64_t k = {EXTENT}; k < depth; k += {EXTENT}) {{\n{}    }}\n{}{}",
         sums(&|sum, i, j| format!("        kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n")),
         sums(&|sum, _, _| format!("        kiln_tile_zero({sum});\n")),
         indent(&step.first(), 4),
-        indent(&step.next(), 8),
-        lines_ahead(high) * EXTENT,
-        lines_ahead(wide) * EXTENT,
+        indent(&(step.next() + &step.advance()), 8),
         indent(&step.last(), 4),
         sums(&|sum, i, j| format!("    kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n")),
     );
@@ -105,6 +106,8 @@ pub(super) fn helper(tile: &Tile) -> Helper {
 struct Step {
     high: usize,
     wide: usize,
+    /// Whether B passes by, and the lines that are needed later are named.
+    passing: bool,
 }
 
 /// A tile of an operand.
@@ -134,14 +137,17 @@ impl Step {
     fn load(&self, operand: Operand, steps: usize) -> String {
         let (register, place) = (Self::register(operand), self.place(operand, steps));
         let load = match operand {
-            Operand::A(_) => "load",
-            Operand::B(_) => "stream",
+            Operand::B(_) if self.passing => "stream",
+            _ => "load",
         };
         format!("kiln_tile_{load}({register}, {place}, {EXTENT});\n")
     }
 
     /// Brings the lines of `next_a` and `next_b` that are this step's, after one of its multiplications.
-    fn prefetch(&self, dot: usize) -> String {
+    fn bring_lines(&self, dot: usize) -> String {
+        if !self.passing {
+            return String::new();
+        }
         let all = [("next_a", self.high), ("next_b", self.wide)];
         let lines = all
             .iter()
@@ -149,7 +155,7 @@ impl Step {
         lines
             .enumerate()
             .filter(|(i, _)| i % (self.high * self.wide) == dot)
-            .map(|(_, (from, line))| format!("kiln_tile_prefetch({from} + {});\n", line * EXTENT))
+            .map(|(_, (from, line))| format!("kiln_line_to_l2({from} + {});\n", line * EXTENT))
             .collect()
     }
 
@@ -174,7 +180,7 @@ impl Step {
         let mut text = String::new();
         for (at, (j, i)) in self.order().enumerate() {
             text.push_str(&self.dot(i, j));
-            text.push_str(&self.prefetch(at));
+            text.push_str(&self.bring_lines(at));
             let ends_column = i == if j == 0 { self.high - 1 } else { 0 };
             let row_is_free = j + 1 == self.wide;
             let free = [
@@ -183,7 +189,22 @@ impl Step {
             ];
             for operand in free.into_iter().flatten() {
                 text.push_str(&self.load(operand, 1));
+                if !self.passing {
+                    let place = self.place(operand, 2);
+                    text.push_str(&format!("kiln_tile_to_l1({place}, {EXTENT});\n"));
+                }
             }
+        }
+        text
+    }
+
+    /// From a step to the next one.
+    fn advance(&self) -> String {
+        let (high, wide) = (self.high, self.wide);
+        let mut text = format!("a += {};\nb += {};\n", high * TILE, wide * TILE);
+        if self.passing {
+            let [a, b] = [high, wide].map(|tiles| lines_ahead(tiles) * EXTENT);
+            text.push_str(&format!("next_a += {a};\nnext_b += {b};\n"));
         }
         text
     }
@@ -191,7 +212,7 @@ impl Step {
     /// The multiplications of the last step.
     fn last(&self) -> String {
         let dots = self.order().enumerate();
-        dots.map(|(at, (j, i))| self.dot(i, j) + &self.prefetch(at))
+        dots.map(|(at, (j, i))| self.dot(i, j) + &self.bring_lines(at))
             .collect()
     }
 

@@ -33,6 +33,8 @@ pub const BLOCK: usize = 128;
 pub enum Access {
     /// From a panel: consecutive depth steps follow each other without gaps.
     Packed,
+    /// So, but from a panel that passes by: its lines are not needed in L1 again. Of B, by tiles of AMX.
+    Passing,
     /// In place.
     Strided {
         /// Elements between neighbours along the rows (of A); B needs 1 along its columns and ignores this.
@@ -73,6 +75,7 @@ impl Tile {
     pub fn name(&self) -> String {
         let access = |access: Access| match access {
             Access::Packed => "p".into(),
+            Access::Passing => "t".into(),
             Access::Strided { free, depth } => format!("s{free}_{depth}").replace('-', "m"),
         };
         let nested = if self.nested { "_nested" } else { "" };
@@ -124,11 +127,11 @@ impl Tile {
             self.name()
         );
         let (a_free, a_depth) = match self.a {
-            Access::Packed => (1, rows as i64),
+            Access::Packed | Access::Passing => (1, rows as i64),
             Access::Strided { free, depth } => (free, depth),
         };
         let b_depth = match self.b {
-            Access::Packed => (vectors * lanes) as i64,
+            Access::Packed | Access::Passing => (vectors * lanes) as i64,
             Access::Strided { depth, .. } => depth,
         };
         let each = |template: &dyn Fn(usize, usize) -> String| -> String {
