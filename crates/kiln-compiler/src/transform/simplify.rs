@@ -4,7 +4,9 @@
 //!   numbers are pure functions of seed and stream, so that goes for them too.
 //! - **Constants.** Arithmetic on repeated constants is done now, in the precision of the type. `x * 1`,
 //!   `x / 1`, `x - 0`, `x + -0` are `x`. `x + 0` stays: for `x = -0` it is not `x`.
-//! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal.
+//! - **Powers.** A constant exponent of 1, 2, 3 or -1 is multiplications or a reciprocal. `exp(-log(y))`, of
+//!   which Burn makes the sigmoid, is `rsqrt(y)^2`: as `1 / y`, but NaN where `y` is negative, and infinity
+//!   where it is -0. The error of `log(y)` grows with its size and is one of the exponent; this one is 2 ULP.
 //! - **Movements.** Reshapes of reshapes and transposes of transposes are one; those that move nothing are
 //!   none.
 //! - **Reductions.** Reductions over single elements are reshapes; reductions one dimension at a time are
@@ -103,6 +105,22 @@ impl Simplify<'_> {
         }
     }
 
+    /// `y` if `x` is `-log(y)`, of a type in which the logarithm is not rounded to less than f32.
+    fn minus_log(&self, x: Value) -> Option<Value> {
+        let graph = &self.rewriter.graph;
+        let node = graph.def(x);
+        let minus_one = |value: &Value| self.float_splat(*value) == Some(-1.0);
+        let log = match (&node.op, node.inputs.as_slice()) {
+            (Op::Unary(UnaryOp::Neg), &[log]) => log,
+            (Op::Binary(BinaryOp::Mul), &[log, factor]) if minus_one(&factor) => log,
+            (Op::Binary(BinaryOp::Mul), &[factor, log]) if minus_one(&factor) => log,
+            _ => return None,
+        };
+        let node = graph.def(log);
+        let is_log = matches!(node.op, Op::Unary(UnaryOp::Log));
+        (is_log && matches!(graph.dtype(log), DType::F32 | DType::F64)).then(|| node.inputs[0])
+    }
+
     /// A value that stands for `op(inputs)`, if a rule applies.
     fn rule(&mut self, op: &Op, inputs: &[Value], p: &Provenance) -> Result<Option<Value>, TypeError> {
         match op {
@@ -113,6 +131,13 @@ impl Simplify<'_> {
                     Some(x) => self.full(-x, &ty, p).map(Some),
                     None => Ok(None),
                 }
+            }
+            Op::Unary(UnaryOp::Exp) => {
+                let Some(y) = self.minus_log(inputs[0]) else {
+                    return Ok(None);
+                };
+                let root = self.add(Op::Unary(UnaryOp::Rsqrt), &[y], p)?;
+                self.add(Op::Binary(BinaryOp::Mul), &[root, root], p).map(Some)
             }
             Op::Reshape(shape) => {
                 let graph = &self.rewriter.graph;
@@ -347,5 +372,47 @@ impl Simplify<'_> {
             _ => updates,
         };
         self.add(Op::Select, &[hit, updated, x], p).map(Some)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::{HostTensor, interpret};
+
+    use super::*;
+
+    /// What is special about a logarithm is special about what stands for it.
+    #[test]
+    fn exponentials_of_negative_logarithms_keep_what_is_special() {
+        let text = "graph @inverse {
+  %y = parameter 0 : f32[9]
+  %log = log %y : f32[9]
+  %minus = neg %log : f32[9]
+  %e = exp %minus : f32[9]
+  return %e
+}";
+        let before = Graph::parse(text).unwrap();
+        let after = simplify(&before).unwrap();
+        assert!(!after.to_string().contains("log"), "{after}");
+        let values = [
+            1.0,
+            0.0,
+            -0.0,
+            -2.0,
+            f64::NAN,
+            f64::INFINITY,
+            f64::NEG_INFINITY,
+            1e-45,
+            3e38,
+        ];
+        let y = HostTensor::from_floats(DType::F32, [9], values);
+        let [before, after] = [before, after].map(|graph| {
+            let results = interpret(&graph, std::slice::from_ref(&y), &[]).unwrap();
+            results[0].to_f64s()
+        });
+        for ((y, a), b) in values.iter().zip(before).zip(after) {
+            let near = a == b || (a.is_nan() && b.is_nan()) || (a - b).abs() <= 1e-4 * a.abs();
+            assert!(near, "exp(-log({y})): {a} was {b}");
+        }
     }
 }

@@ -125,7 +125,7 @@ impl Emitter<'_> {
         (out, self.tiles)
     }
 
-    /// `name_pack_a(args, row panel, begin, end, first, packed)`: `packed` is where step `first` lies.
+    /// `name_pack_a(args, row panel, begin, end, packed_from, packed)`: `packed` is where step `packed_from` lies.
     fn pack_rows(&self) -> String {
         let GemmSpec {
             name,
@@ -148,7 +148,7 @@ impl Emitter<'_> {
                 ),
             };
             format!(
-                "{{\n    int64_t valid = {valid};\n    packed += (begin - first) * {rows};\n{}}}",
+                "{{\n    int64_t valid = {valid};\n    packed += (begin - packed_from) * {rows};\n{}}}",
                 indent(&body, 4)
             )
         };
@@ -171,7 +171,7 @@ impl Emitter<'_> {
         };
         format!(
             "/* Packs steps of a row panel of A. */\nstatic void {name}_pack_a(const struct {name}_args *args, int64_t panel, int64_t begin, int64_t end, \
-             int64_t first, {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
+             int64_t packed_from, {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
              {m};\n    const int64_t free = {};\n{}}}\n",
             unpack(params),
             self.first_row("panel"),
@@ -179,7 +179,7 @@ impl Emitter<'_> {
         )
     }
 
-    /// `name_pack_b(args, column panel, begin, end, first, packed)`, as [`Self::pack_rows`].
+    /// `name_pack_b(args, column panel, begin, end, packed_from, packed)`, as [`Self::pack_rows`].
     fn pack_columns(&self) -> String {
         let GemmSpec {
             name,
@@ -194,7 +194,7 @@ impl Emitter<'_> {
             let width = vectors * plan.lanes;
             let body = pack::panel(b, plan.factor, *k, width, plan.lanes);
             format!(
-                "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n    packed += (begin - first) * {width};\n{}}}",
+                "{{\n    const int64_t valid = extent - free < {width} ? extent - free : {width};\n    packed += (begin - packed_from) * {width};\n{}}}",
                 indent(&body, 4)
             )
         };
@@ -214,7 +214,7 @@ impl Emitter<'_> {
         };
         format!(
             "/* Packs steps of a column panel of B. */\nstatic void {name}_pack_b(const struct {name}_args *args, int64_t panel, int64_t begin, int64_t end, \
-             int64_t first, {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
+             int64_t packed_from, {factor} *packed) {{\n{}    const int64_t batch = args->batch, start = args->start + begin, depth = end - begin, extent = \
              {n};\n    const int64_t free = panel * {};\n{}}}\n",
             unpack(params),
             plan.width(),
