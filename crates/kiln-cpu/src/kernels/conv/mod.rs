@@ -33,6 +33,7 @@ mod correlate;
 mod depthwise;
 mod im2col;
 mod image;
+mod moved;
 mod narrow_groups;
 mod narrow_groups_weight;
 mod parts;
@@ -386,8 +387,10 @@ pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
 }
 
 fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> KernelText {
-    if spec.storage.is_plain() || spec.geometry.is_product() {
+    if spec.storage.is_plain() || spec.geometry.is_product() || correlate::is_empty(&spec, direction) {
         correlate::emit(&spec, direction, isa)
+    } else if let Some(kernel) = moved::correlate(&spec, direction, isa) {
+        kernel
     } else {
         widened::correlate(spec, direction, isa)
     }

@@ -102,6 +102,56 @@ pub(super) fn helper(tile: &Tile) -> Helper {
     }
 }
 
+/// The function of 32 rows of A that lie in memory, and of one or two vectors of columns of a packed B, added up
+/// over several products that find A elsewhere:
+///
+/// ```c
+/// void name(const bf16_pair *a, int64_t lda, const int64_t *moves, int64_t count, int64_t steps,
+///           const bf16_pair *b, float *c, int64_t ldc);
+/// ```
+/// Product number `t` of `count` multiplies rows from `a + moves[t]` on, `lda` pairs apart, in `steps` steps of 16
+/// pairs. B has its products, and their steps, one after the other, and [passes by](Access::Passing) or is brought
+/// to L1 two steps before.
+pub fn moved(wide: usize, passing: bool) -> Helper {
+    debug_assert!((1..=MOST).contains(&wide));
+    let name = format!("kiln_tile_amx_moved_{MAX_ROWS}x{wide}{}", if passing { "_t" } else { "" });
+    let head = format!(
+        "void {name}(const bf16_pair *a, int64_t lda, const int64_t *moves, int64_t count, int64_t steps, const bf16_pair *b, float *c, int64_t ldc)"
+    );
+    let sums = || (0..MOST).flat_map(|i| (0..wide).map(move |j| (i * wide + j, i, j)));
+    let zero: String = sums().map(|(sum, ..)| format!("kiln_tile_zero({sum});\n")).collect();
+    let store: String = sums()
+        .map(|(sum, i, j)| format!("kiln_tile_store({sum}, c + {} * ldc + {}, ldc);\n", i * EXTENT, j * EXTENT))
+        .collect();
+    let [rows, columns] = [Operand::A, Operand::B].map(|operand: fn(usize) -> Operand| move |at| Step::register(operand(at)));
+    let mut step = String::new();
+    for j in 0..wide {
+        let (load, place) = (if passing { "stream" } else { "load" }, j * TILE);
+        step.push_str(&format!("kiln_tile_{load}({}, b + {place}, {EXTENT});\n", columns(j)));
+        if !passing {
+            step.push_str(&format!("kiln_tile_to_l1(b + {}, {EXTENT});\n", 2 * wide * TILE + place));
+        }
+        for i in 0..MOST {
+            if j == 0 {
+                step.push_str(&format!("kiln_tile_load({}, at + {} * lda, lda);\n", rows(i), i * EXTENT));
+            }
+            step.push_str(&format!("kiln_tile_dot({}, {}, {});\n", i * wide + j, rows(i), columns(j)));
+        }
+    }
+    let body = format!(
+        "{}    for (int64_t t = 0; t < count; t++) {{\n        const bf16_pair *at = a + moves[t];\n        for (int64_t k = 0; k < steps; k++, at += {EXTENT}, b += {}) {{\n{}        }}\n    }}\n{}",
+        indent(&zero, 4),
+        wide * TILE,
+        indent(&step, 12),
+        indent(&store, 4)
+    );
+    Helper {
+        name,
+        prototype: format!("{head};"),
+        definition: format!("{head} {{\n{body}}}\n"),
+    }
+}
+
 /// The statements of a step of 16 pairs, of `high` tiles of A and `wide` tiles of B.
 struct Step {
     high: usize,

@@ -1,0 +1,340 @@
+//! Convolutions with a window on tiles of AMX ([`crate::kernels::tile::amx`]).
+//!
+//! The image is copied with zeros around it. Its pixels then lie one after the other, so that what a kernel
+//! element multiplies for some neighbouring pixels of the result are as many neighbouring pixels of the image,
+//! moved by the distance of that element:
+//!
+//! ```text
+//! result  p p+1 p+2 ..        =  sum over kernel elements t
+//! image     p + move(t), p + move(t) + 1, ..   times   weight(t)
+//! ```
+//!
+//! A tile of A is 16 such pixels, each with 16 pairs of channels, and is read in place. Pixels go on from one row
+//! of the padded image to the next; those between the rows of the result are computed, too, and left out.
+
+use std::collections::BTreeSet;
+
+use super::walk::{Class, Direction, Sides, Walk};
+use super::{ConvSpec, Image, ImageAxis, PixelPlace};
+use crate::isa::Isa;
+use crate::kernels::element::Storage;
+use crate::kernels::frame::Frame;
+use crate::kernels::tile::amx::{self, EXTENT};
+use crate::kernels::{Helper, KernelText, Width, indent, round_up};
+use crate::policy::{CONVOLUTION_RESULT, TILE_DEPTH_THREADS};
+
+/// Channels of a step: the pairs of a tile.
+const CHANNELS: usize = 2 * EXTENT;
+
+/// Pixels of the result that a tile function computes.
+const PIXELS: usize = amx::MAX_ROWS;
+
+/// Columns of a panel of the weight.
+const WIDE: usize = 2 * EXTENT;
+
+/// Fewest pixels of the result: with fewer, reordering the weight takes as long as the products.
+const FEWEST_PIXELS: usize = 128;
+
+/// The forward convolution or the input gradient, if it is of this kind.
+pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
+    let g = &spec.geometry;
+    let result = match direction {
+        Direction::Forward => g.output,
+        Direction::InputGrad => g.input,
+    };
+    let sides = Sides::new(spec, direction);
+    let pixels = g.images * result.iter().product::<usize>();
+    let has_kind = isa.has_tiles() && spec.storage == Storage::BF16 && g.groups == 1 && g.taps() > 1;
+    let by_channels = spec.image.contiguous == Some(ImageAxis::Channel)
+        && spec.epilogue.axis(result) == Some(ImageAxis::Channel);
+    let in_tiles = sides.channels.is_multiple_of(CHANNELS) && sides.result_channels.is_multiple_of(EXTENT);
+    if !has_kind || !by_channels || !in_tiles || sides.channels == 0 || pixels < FEWEST_PIXELS {
+        return None;
+    }
+    let walk = Walk::new(spec, direction);
+    // Neighbours in the result read neighbours in the image.
+    if walk.pixel_step != [1; 3] || walk.spread != [1; 3] {
+        return None;
+    }
+    let mut emitter = Emitter {
+        spec,
+        direction,
+        sides,
+        walk,
+        helpers: BTreeSet::new(),
+    };
+    Some(emitter.kernel())
+}
+
+struct Emitter<'a> {
+    spec: &'a ConvSpec<'a>,
+    direction: Direction,
+    sides: Sides,
+    walk: Walk,
+    helpers: BTreeSet<Helper>,
+}
+
+/// A class of pixels of the result, and where its memory lies in the workspace, in bytes.
+struct Work<'a> {
+    index: usize,
+    class: &'a Class,
+    weights: usize,
+    results: usize,
+    /// Panels of [`PIXELS`] pixels of an image.
+    panels: usize,
+    /// Panels of a block.
+    group: usize,
+}
+
+impl Emitter<'_> {
+    fn kernel(&mut self) -> KernelText {
+        let frame = self.spec.frame();
+        let g = &self.spec.geometry;
+        let serial = g.is_small();
+        let run = frame.run(serial);
+        let threads = if serial { 1 } else { frame.threads };
+        let about = format!(
+            "{} images of {:?} x {} channels, copied with padding, tiles of AMX.",
+            g.images, self.sides.extents, self.sides.channels
+        );
+        let mut source = frame.head(&about, "") + &self.pad(&frame);
+        let rows = g.images * self.walk.reach[0] * self.walk.reach[1];
+        let mut calls = run(&format!("{}_pad", frame.name), rows);
+        let mut workspace = self.image_bytes();
+        let classes = self.walk.classes.clone();
+        for (index, class) in classes.iter().enumerate() {
+            let [depth, height, width] = class.count;
+            if depth * height * width == 0 {
+                continue;
+            }
+            let panels = self.number([depth - 1, height - 1, width - 1]) / PIXELS + 1;
+            let most = (CONVOLUTION_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
+            // Enough blocks that threads can share them.
+            let each = (g.images * panels).div_ceil(4 * threads).clamp(1, most);
+            let group = panels.div_ceil(panels.div_ceil(each));
+            let weights = workspace;
+            workspace += round_up(self.taps(class).len() * self.sides.channels * self.sides.result_channels * 2, 64);
+            let work = Work {
+                index,
+                class,
+                weights,
+                results: workspace,
+                panels,
+                group,
+            };
+            workspace += threads * self.block_bytes(group);
+            source.push_str(&self.weights(&frame, &work));
+            source.push_str(&self.tiles(&frame, &work));
+            let blocks = self.sides.channels / CHANNELS * self.sides.result_channels.div_ceil(WIDE);
+            calls.push_str(&run(&format!("{}_weights{index}", frame.name), blocks));
+            let units = g.images * panels.div_ceil(group);
+            calls.push_str(&run(&format!("{}_tiles{index}", frame.name), units));
+        }
+        let mut kernel = frame.finish(source, &calls, workspace);
+        kernel.helpers = std::mem::take(&mut self.helpers).into_iter().collect();
+        kernel
+    }
+
+    /// Pixels of the padded image before the one at `place`.
+    fn number(&self, [z, y, x]: [usize; 3]) -> usize {
+        let [_, height, width] = self.walk.reach;
+        (z * height + y) * width + x
+    }
+
+    /// Bytes of the padded images, with as many pixels after the last as a panel may read.
+    fn image_bytes(&self) -> usize {
+        let pixels = self.spec.geometry.images * self.walk.reach.iter().product::<usize>();
+        round_up((pixels + PIXELS) * self.sides.channels * 2, 64)
+    }
+
+    /// Elements between rows of a block of results: a vector more than the channels, so that rows do not fight
+    /// for the same lines of L1.
+    fn pitch(&self) -> usize {
+        self.sides.result_channels + EXTENT
+    }
+
+    fn block_bytes(&self, group: usize) -> usize {
+        round_up(group * PIXELS * self.pitch() * 4, 64)
+    }
+
+    /// Number of each kernel element of a class, and how many pixels of the image it is moved by.
+    fn taps(&self, class: &Class) -> Vec<(usize, usize)> {
+        let [_, height, width] = self.spec.geometry.kernel;
+        let [oz, oy, ox] = class.origin;
+        let [dz, dy, dx] = self.walk.tap_step;
+        let mut taps = Vec::new();
+        for (iz, z) in class.taps[0].iter().enumerate() {
+            for (iy, y) in class.taps[1].iter().enumerate() {
+                for (ix, x) in class.taps[2].iter().enumerate() {
+                    let place = [oz + iz * dz, oy + iy * dy, ox + ix * dx];
+                    taps.push(((z * height + y) * width + x, self.number(place)));
+                }
+            }
+        }
+        taps
+    }
+
+    /// `name_pad(ctx, begin, end, thread)`: rows of the padded images.
+    fn pad(&self, frame: &Frame<'_>) -> String {
+        let [depth, height, width] = self.walk.reach;
+        let [before_z, before_y, before_x] = self.walk.before;
+        let [own_depth, own_height, own_width] = self.sides.extents;
+        let channels = self.sides.channels;
+        let image: &Image<'_> = &self.spec.image;
+        let load = (image.load)(&PixelPlace {
+            width: Width::Vector,
+            image: "image",
+            at: ["z", "y", "x"],
+            channel: "c",
+        });
+        let halves = image
+            .memory
+            .as_ref()
+            .filter(|memory| memory.storage == Storage::BF16);
+        let copy = match halves {
+            Some(memory) => {
+                let place = PixelPlace {
+                    width: Width::Scalar,
+                    image: "image",
+                    at: ["z", "y", "x"],
+                    channel: "0",
+                };
+                let from = super::address(&memory.pointer, memory.strides, &place);
+                format!("__builtin_memcpy(padded, {from}, {channels} * sizeof *padded);\n")
+            }
+            None => format!(
+                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(padded + c, {load});\n"
+            ),
+        };
+        let body = format!(
+            "for (int64_t padded_row = begin; padded_row < end; padded_row++) {{\n    const int64_t image = padded_row / {rows}, z = padded_row / {height} % {depth} - ({before_z}), \
+             y = padded_row % {height} - ({before_y});\n    const int inside = z >= 0 && z < {own_depth} && y >= 0 && y < {own_height};\n    uint16_t *padded = (uint16_t \
+             *)args->workspace + padded_row * {row};\n    for (int64_t px = 0; px < {width}; px++, padded += {channels}) {{\n        const int64_t x = px - ({before_x});\n        \
+             if (inside && x >= 0 && x < {own_width}) {{\n{}        }} else {{\n            __builtin_memset(padded, 0, {channels} * sizeof *padded);\n        }}\n    }}\n}}\n",
+            indent(&copy, 12),
+            rows = depth * height,
+            row = width * channels,
+        );
+        frame.part("Images with zeros around them.", "pad", &body)
+    }
+
+    /// `name_weights<index>(ctx, begin, end, thread)`: the weight in tiles, some channels of the image and of the
+    /// result at a time. A panel of columns has its kernel elements one after the other, each with its channels
+    /// in steps as of a panel of B of a product.
+    fn weights(&self, frame: &Frame<'_>, work: &Work<'_>) -> String {
+        let (channels, columns) = (self.sides.channels, self.sides.result_channels);
+        let all = self.spec.geometry.taps();
+        let taps = self.taps(work.class);
+        let numbers: Vec<String> = taps.iter().map(|(number, _)| number.to_string()).collect();
+        // Distances in the weight of channels of the image and of the result.
+        let [inner, outer] = match self.direction {
+            Direction::Forward => [all, channels * all],
+            Direction::InputGrad => [columns * all, all],
+        };
+        let steps = channels / CHANNELS;
+        let body = format!(
+            "static const int16_t numbers[] = {{{}}};\nconst uint16_t *elements = {};\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t step = unit % {steps}, \
+             column = unit / {steps} * {WIDE};\n    const int64_t wide = {columns} - column < {WIDE} ? {columns} - column : {WIDE};\n    bf16_pair *packed = (bf16_pair \
+             *)(args->workspace + {}) + column * {} + step * {EXTENT} * wide;\n    for (int64_t l = 0; l < {EXTENT}; l++)\n        for (int64_t r = 0; r < wide; r++) {{\n            \
+             const uint16_t *low = elements + (step * {CHANNELS} + 2 * l) * {inner} + (column + r) * {outer}, *high = low + {inner};\n            bf16_pair *to = packed + r / {EXTENT} * {} \
+             + l * {EXTENT} + r % {EXTENT};\n            for (int64_t t = 0; t < {count}; t++) to[t * {} * wide] = low[numbers[t]] | (uint32_t)high[numbers[t]] << 16;\n        }}\n}}\n",
+            match numbers.is_empty() {
+                true => "0".to_owned(),
+                false => numbers.join(", "),
+            },
+            self.spec.weight,
+            work.weights,
+            taps.len() * channels / 2,
+            EXTENT * EXTENT,
+            channels / 2,
+            count = taps.len(),
+        );
+        frame.part("The weight in tiles.", &format!("weights{}", work.index), &body)
+    }
+
+    /// `name_tiles<index>(ctx, begin, end, thread)`: blocks of pixels of a class.
+    fn tiles(&mut self, frame: &Frame<'_>, work: &Work<'_>) -> String {
+        let Work {
+            class,
+            panels,
+            group,
+            ..
+        } = *work;
+        let (channels, columns, pitch) = (self.sides.channels, self.sides.result_channels, self.pitch());
+        let taps = self.taps(class);
+        let moves: Vec<String> = taps
+            .iter()
+            .map(|(_, pixels)| (pixels * channels / 2).to_string())
+            .collect();
+        let units = panels.div_ceil(group);
+        let passing = self.spec.threads <= TILE_DEPTH_THREADS;
+        let mut call = |wide: usize| {
+            let helper = amx::moved(wide, passing);
+            let text = format!(
+                "{}(pixels + tile * {}, {}, moves, {}, {}, columns, sums + tile * {} + column, {pitch});\n",
+                helper.name,
+                PIXELS * channels / 2,
+                channels / 2,
+                taps.len(),
+                channels / CHANNELS,
+                PIXELS * pitch,
+            );
+            self.helpers.insert(helper);
+            text
+        };
+        let full = columns / WIDE * WIDE;
+        let mut tiles = String::new();
+        let panel = |head: &str, call: &str| {
+            format!(
+                "{head} {{\n    const bf16_pair *columns = weights + column * {};\n    for (int64_t tile = 0; tile < some; tile++)\n        {call}}}\n",
+                taps.len() * channels / 2
+            )
+        };
+        if full > 0 {
+            let head = format!("for (int64_t column = 0; column < {full}; column += {WIDE})");
+            tiles.push_str(&panel(&head, &call(2)));
+        }
+        if full < columns {
+            let head = format!("for (int64_t column = {full}; column < {columns}; column += {EXTENT})");
+            tiles.push_str(&panel(&head, &call(1)));
+        }
+        let [depth, height, width] = class.count;
+        let [_, padded_height, padded_width] = self.walk.reach;
+        let place = |axis: &str, d: usize| match (class.start[d], class.step[d]) {
+            (0, 1) => axis.to_owned(),
+            (start, step) => format!("({start} + {axis} * {step})"),
+        };
+        let [z, y, x] = [place("z", 0), place("y", 1), place("x", 2)];
+        let consume = (self.spec.epilogue.consume)(
+            &PixelPlace {
+                width: Width::Vector,
+                image: "image",
+                at: [&z, &y, &x],
+                channel: "c",
+            },
+            "sum",
+        );
+        let body = format!(
+            "static const int64_t moves[] = {{{}}};\nconst bf16_pair *weights = (const bf16_pair *)(args->workspace + {});\nfloat *sums = (float *)(args->workspace + {} + thread * \
+             {});\n{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {units}, from = unit % {units} * {group};\n    const int64_t some = {panels} - from \
+             < {group} ? {panels} - from : {group};\n    const bf16_pair *pixels = (const bf16_pair *)args->workspace + (image * {} + from * {PIXELS}) * {};\n{}    for (int64_t r = 0; r < some * \
+             {PIXELS}; r++) {{\n        const int64_t p = from * {PIXELS} + r, x = p % {padded_width}, y = p / {padded_width} % {padded_height}, z = p / {};\n        if (x >= {width} || y >= \
+             {height} || z >= {depth}) continue;\n        for (int64_t c = 0; c < {columns}; c += {EXTENT}) {{\n            const vf sum = vf_load(sums + r * {pitch} + c);\n{}        }}\n    }}\n}}\n{}",
+            match moves.is_empty() {
+                true => "0".to_owned(),
+                false => moves.join(", "),
+            },
+            work.weights,
+            work.results,
+            self.block_bytes(group),
+            amx::BEGIN,
+            self.walk.reach.iter().product::<usize>(),
+            channels / 2,
+            indent(&tiles, 4),
+            padded_height * padded_width,
+            indent(&consume, 12),
+            amx::END,
+        );
+        frame.part("Products, and results.", &format!("tiles{}", work.index), &body)
+    }
+}
