@@ -7,7 +7,7 @@ use kiln_cpu::kernels::element::Storage;
 use kiln_cpu::kernels::{KernelText, Param, Width};
 use kiln_cpu::{Isa, Toolchain};
 
-use crate::harness::{Random, distance, instruction_sets, run};
+use crate::harness::{Random, distance, from_bf16, instruction_sets, run, to_bf16};
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -16,6 +16,8 @@ struct Case {
     last: [bool; 2],
     /// Whether the images are computed while they are read: `relu(x)`.
     computed: bool,
+    /// How images and weight are stored; results are f32.
+    storage: Storage,
 }
 
 /// Strides of a dense image: image, depth, height, width, channel.
@@ -82,6 +84,7 @@ impl Case {
                     geometry,
                     last,
                     computed: random.below(3) == 0,
+                    storage: Storage::F32,
                 };
             }
         }
@@ -96,7 +99,7 @@ impl Case {
     }
 
     fn image(&self, pointer: &'static str, strides: [i64; 5]) -> Image<'static> {
-        let plain = Image::strided(pointer, strides);
+        let plain = Image::stored(self.storage, pointer, strides);
         if !self.computed {
             return plain;
         }
@@ -113,19 +116,16 @@ impl Case {
     fn kernels(&self, index: usize, isa: Isa) -> Vec<KernelText> {
         let (input, output) = (self.input(), self.output());
         let comment = format!("{self:?}");
+        let stored = |name| Param::new(format!("const {} *", self.storage.ctype()), name);
         let spec = |name: &str, image, epilogue| ConvSpec {
             name: format!("{name}{index}"),
             comment: comment.clone(),
             geometry: self.geometry,
             image,
             weight: "weight".into(),
-            storage: Storage::F32,
+            storage: self.storage,
             epilogue,
-            params: vec![
-                Param::new("const float *", "first"),
-                Param::new("const float *", "weight"),
-                Param::new("float *", "out"),
-            ],
+            params: vec![stored("first"), stored("weight"), Param::new("float *", "out")],
             threads: 3,
         };
         // The forward result is halved on the way, by a snippet of its own.
@@ -147,11 +147,7 @@ impl Case {
                 Width::Scalar => format!("out[{index}] += {value};"),
                 Width::Vector => format!("vf_store(out + {index}, vf_load(out + {index}) + {value});"),
             }),
-            params: vec![
-                Param::new("const float *", "a"),
-                Param::new("const float *", "first"),
-                Param::new("float *", "out"),
-            ],
+            params: vec![stored("a"), stored("first"), Param::new("float *", "out")],
             threads: 3,
         };
         vec![
@@ -241,10 +237,25 @@ fn check_within(cases: &[Case], seed: u64, tolerance: f64) {
                 pixels(g.output) * g.out_channels,
                 g.weight_len(),
             ]
-            .map(|count| random.floats(count))
+            .map(|count| {
+                let mut values = random.floats(count);
+                if case.storage == Storage::BF16 {
+                    let halves = from_bf16(&to_bf16(&values));
+                    values.copy_from_slice(&halves[..count]);
+                }
+                values
+            })
         })
         .collect();
-    let inputs: Vec<&[f32]> = data
+    let stored: Vec<[Vec<f32>; 3]> = cases
+        .iter()
+        .zip(&data)
+        .map(|(case, data)| match case.storage {
+            Storage::BF16 => data.each_ref().map(|values| to_bf16(values)),
+            _ => data.clone(),
+        })
+        .collect();
+    let inputs: Vec<&[f32]> = stored
         .iter()
         .flat_map(|[x, dy, w]| [&x[..], &w[..], &dy[..], &w[..], &x[..], &dy[..]])
         .collect();
@@ -297,6 +308,33 @@ fn random_convolutions_match_f64() {
     check(&cases, 22);
 }
 
+/// Convolutions of bf16 with whole tiles of channels, which are products of moved pixels on AMX.
+#[test]
+fn random_convolutions_of_bf16_match_f64() {
+    let mut random = Random::new(41);
+    let mut cases: Vec<Case> = (0..240).map(|_| Case::of_kind(&mut random, 4)).collect();
+    for case in &mut cases {
+        let g = &mut case.geometry;
+        g.images = 2 + random.below(2);
+        g.in_channels = random.pick(&[32, 64]);
+        g.out_channels = random.pick(&[16, 32, 32, 48, 64, 96]);
+        case.last = [true; 2];
+        case.storage = Storage::BF16;
+    }
+    // Forward, gradients of the input, and those of the weight.
+    let mut moved = [0; 3];
+    cases.retain(|case| {
+        let kernels = case.kernels(0, Isa::AmxBf16);
+        let is_moved = |kernel: &KernelText| kernel.source.contains("_moved_");
+        let counts = moved.iter_mut().zip(&kernels);
+        counts.for_each(|(count, kernel)| *count += usize::from(is_moved(kernel)));
+        kernels.iter().any(is_moved)
+    });
+    assert!(moved[0] >= 5 && moved[1] >= 5, "{moved:?}");
+    cases.truncate(24);
+    check_within(&cases, 42, 2e-6);
+}
+
 #[test]
 fn random_depthwise_convolutions_of_planes_match_f64() {
     let mut random = Random::new(31);
@@ -330,6 +368,7 @@ fn network_layers_match_f64() {
                 },
                 last: [last; 2],
                 computed: false,
+                storage: Storage::F32,
             }
         };
     check(
@@ -380,6 +419,7 @@ fn few_pixels_match_f64() {
             },
             last: [images.is_multiple_of(2); 2],
             computed: images == 3,
+            storage: Storage::F32,
         }
     };
     check(
@@ -419,6 +459,7 @@ fn narrow_groups_match_f64() {
             },
             last: [last; 2],
             computed: false,
+            storage: Storage::F32,
         }
     };
     check(
@@ -454,6 +495,7 @@ fn tiled_convolutions_match_f64() {
             },
             last: [true; 2],
             computed,
+            storage: Storage::F32,
         };
     check_within(
         &[

@@ -52,8 +52,9 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         return None;
     }
     let walk = Walk::new(spec, direction);
-    // Neighbours in the result read neighbours in the image.
-    if walk.pixel_step != [1; 3] || walk.spread != [1; 3] {
+    // Neighbours in the result read neighbours in the image, and there is something to read for each.
+    let is_reached = |class: &Class| class.taps.iter().all(|taps| !taps.is_empty());
+    if walk.pixel_step != [1; 3] || walk.spread != [1; 3] || !walk.classes.iter().all(is_reached) {
         return None;
     }
     let mut emitter = Emitter {
@@ -104,9 +105,6 @@ impl Emitter<'_> {
         let classes = self.walk.classes.clone();
         for (index, class) in classes.iter().enumerate() {
             let [depth, height, width] = class.count;
-            if depth * height * width == 0 {
-                continue;
-            }
             let panels = self.number([depth - 1, height - 1, width - 1]) / PIXELS + 1;
             let most = (CONVOLUTION_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
             // Enough blocks that threads can share them.
@@ -238,10 +236,7 @@ impl Emitter<'_> {
              *)(args->workspace + {}) + column * {} + step * {EXTENT} * wide;\n    for (int64_t l = 0; l < {EXTENT}; l++)\n        for (int64_t r = 0; r < wide; r++) {{\n            \
              const uint16_t *low = elements + (step * {CHANNELS} + 2 * l) * {inner} + (column + r) * {outer}, *high = low + {inner};\n            bf16_pair *to = packed + r / {EXTENT} * {} \
              + l * {EXTENT} + r % {EXTENT};\n            for (int64_t t = 0; t < {count}; t++) to[t * {} * wide] = low[numbers[t]] | (uint32_t)high[numbers[t]] << 16;\n        }}\n}}\n",
-            match numbers.is_empty() {
-                true => "0".to_owned(),
-                false => numbers.join(", "),
-            },
+            numbers.join(", "),
             self.spec.weight,
             work.weights,
             taps.len() * channels / 2,
@@ -320,10 +315,7 @@ impl Emitter<'_> {
              < {group} ? {panels} - from : {group};\n    const bf16_pair *pixels = (const bf16_pair *)args->workspace + (image * {} + from * {PIXELS}) * {};\n{}    for (int64_t r = 0; r < some * \
              {PIXELS}; r++) {{\n        const int64_t p = from * {PIXELS} + r, x = p % {padded_width}, y = p / {padded_width} % {padded_height}, z = p / {};\n        if (x >= {width} || y >= \
              {height} || z >= {depth}) continue;\n        for (int64_t c = 0; c < {columns}; c += {EXTENT}) {{\n            const vf sum = vf_load(sums + r * {pitch} + c);\n{}        }}\n    }}\n}}\n{}",
-            match moves.is_empty() {
-                true => "0".to_owned(),
-                false => moves.join(", "),
-            },
+            moves.join(", "),
             work.weights,
             work.results,
             self.block_bytes(group),
