@@ -198,6 +198,10 @@ pub const WINOGRAD_FLOPS: usize = 20_000_000;
 /// Bytes of all sums of the gradient of a weight by Winograd's algorithm.
 pub const WINOGRAD_SUMS: usize = 20 << 20;
 
+/// Bytes of images and their pairs that the gradient of a weight takes at a time where tiles of AMX multiply them:
+/// some L2s, so that memory does not grow with the batch.
+pub const MOVED_IMAGES: usize = 16 << 20;
+
 /// Elements below which a pooling runs on one thread.
 pub const SERIAL_POOLING: usize = 64 * 1024;
 

@@ -34,6 +34,7 @@ mod depthwise;
 mod im2col;
 mod image;
 mod moved;
+mod moved_weight;
 mod narrow_groups;
 mod narrow_groups_weight;
 mod parts;

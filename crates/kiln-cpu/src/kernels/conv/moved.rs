@@ -15,7 +15,7 @@
 use std::collections::BTreeSet;
 
 use super::walk::{Class, Direction, Sides, Walk};
-use super::{ConvSpec, Image, ImageAxis, PixelPlace};
+use super::{ConvSpec, Image, ImageAxis, PixelPlace, Spatial};
 use crate::isa::Isa;
 use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
@@ -67,6 +67,76 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     Some(emitter.kernel())
 }
 
+/// Pixels of an image of these extents before the one at `place`.
+pub(super) fn number([z, y, x]: Spatial, [_, height, width]: Spatial) -> usize {
+    (z * height + y) * width + x
+}
+
+/// Copies of images with zeros around them, as bf16, channels last.
+pub(super) struct Padding<'a> {
+    /// The end of the name of the function that copies.
+    pub suffix: &'static str,
+    pub image: &'a Image<'a>,
+    /// C expression of the first image that is copied.
+    pub first: &'static str,
+    /// Channels: whole vectors.
+    pub channels: usize,
+    /// Extents of the image.
+    pub extents: Spatial,
+    /// Zeros before it; negative: elements that are left out.
+    pub before: [i64; 3],
+    /// Extents of a copy.
+    pub reach: Spatial,
+    /// Place of the copies in the workspace, in bytes.
+    pub to: usize,
+}
+
+impl Padding<'_> {
+    /// `name_suffix(ctx, begin, end, thread)`: some rows of the copies.
+    pub fn source(&self, frame: &Frame<'_>) -> String {
+        let Self {
+            suffix,
+            image,
+            first,
+            channels,
+            extents: [own_depth, own_height, own_width],
+            before: [before_z, before_y, before_x],
+            reach: [depth, height, width],
+            to,
+        } = *self;
+        let place = |width, channel| PixelPlace {
+            width,
+            image: "image",
+            at: ["z", "y", "x"],
+            channel,
+        };
+        let halves = image
+            .memory
+            .as_ref()
+            .filter(|memory| memory.storage == Storage::BF16);
+        let copy = match halves {
+            Some(memory) => format!(
+                "__builtin_memcpy(padded, {}, {channels} * sizeof *padded);\n",
+                super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
+            ),
+            None => format!(
+                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(padded + c, {});\n",
+                (image.load)(&place(Width::Vector, "c"))
+            ),
+        };
+        let body = format!(
+            "for (int64_t padded_row = begin; padded_row < end; padded_row++) {{\n    const int64_t image = {first} + padded_row / {rows}, z = padded_row / {height} % {depth} - ({before_z}), \
+             y = padded_row % {height} - ({before_y});\n    const int inside = z >= 0 && z < {own_depth} && y >= 0 && y < {own_height};\n    uint16_t *padded = (uint16_t \
+             *)(args->workspace + {to}) + padded_row * {row};\n    for (int64_t px = 0; px < {width}; px++, padded += {channels}) {{\n        const int64_t x = px - ({before_x});\n        \
+             if (inside && x >= 0 && x < {own_width}) {{\n{}        }} else {{\n            __builtin_memset(padded, 0, {channels} * sizeof *padded);\n        }}\n    }}\n}}\n",
+            indent(&copy, 12),
+            rows = depth * height,
+            row = width * channels,
+        );
+        frame.part("Images with zeros around them.", suffix, &body)
+    }
+}
+
 struct Emitter<'a> {
     spec: &'a ConvSpec<'a>,
     direction: Direction,
@@ -98,7 +168,7 @@ impl Emitter<'_> {
             "{} images of {:?} x {} channels, copied with padding, tiles of AMX.",
             g.images, self.sides.extents, self.sides.channels
         );
-        let mut source = frame.head(&about, "") + &self.pad(&frame);
+        let mut source = frame.head(&about, "") + &self.padding().source(&frame);
         let rows = g.images * self.walk.reach[0] * self.walk.reach[1];
         let mut calls = run(&format!("{}_pad", frame.name), rows);
         let mut workspace = self.image_bytes();
@@ -133,10 +203,23 @@ impl Emitter<'_> {
         kernel
     }
 
+    /// The image with zeros around it, at the start of the workspace.
+    fn padding(&self) -> Padding<'_> {
+        Padding {
+            suffix: "pad",
+            image: &self.spec.image,
+            first: "0",
+            channels: self.sides.channels,
+            extents: self.sides.extents,
+            before: self.walk.before,
+            reach: self.walk.reach,
+            to: 0,
+        }
+    }
+
     /// Pixels of the padded image before the one at `place`.
-    fn number(&self, [z, y, x]: [usize; 3]) -> usize {
-        let [_, height, width] = self.walk.reach;
-        (z * height + y) * width + x
+    fn number(&self, place: Spatial) -> usize {
+        number(place, self.walk.reach)
     }
 
     /// Bytes of the padded images, with as many pixels after the last as a panel may read.
@@ -170,50 +253,6 @@ impl Emitter<'_> {
             }
         }
         taps
-    }
-
-    /// `name_pad(ctx, begin, end, thread)`: rows of the padded images.
-    fn pad(&self, frame: &Frame<'_>) -> String {
-        let [depth, height, width] = self.walk.reach;
-        let [before_z, before_y, before_x] = self.walk.before;
-        let [own_depth, own_height, own_width] = self.sides.extents;
-        let channels = self.sides.channels;
-        let image: &Image<'_> = &self.spec.image;
-        let load = (image.load)(&PixelPlace {
-            width: Width::Vector,
-            image: "image",
-            at: ["z", "y", "x"],
-            channel: "c",
-        });
-        let halves = image
-            .memory
-            .as_ref()
-            .filter(|memory| memory.storage == Storage::BF16);
-        let copy = match halves {
-            Some(memory) => {
-                let place = PixelPlace {
-                    width: Width::Scalar,
-                    image: "image",
-                    at: ["z", "y", "x"],
-                    channel: "0",
-                };
-                let from = super::address(&memory.pointer, memory.strides, &place);
-                format!("__builtin_memcpy(padded, {from}, {channels} * sizeof *padded);\n")
-            }
-            None => format!(
-                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(padded + c, {load});\n"
-            ),
-        };
-        let body = format!(
-            "for (int64_t padded_row = begin; padded_row < end; padded_row++) {{\n    const int64_t image = padded_row / {rows}, z = padded_row / {height} % {depth} - ({before_z}), \
-             y = padded_row % {height} - ({before_y});\n    const int inside = z >= 0 && z < {own_depth} && y >= 0 && y < {own_height};\n    uint16_t *padded = (uint16_t \
-             *)args->workspace + padded_row * {row};\n    for (int64_t px = 0; px < {width}; px++, padded += {channels}) {{\n        const int64_t x = px - ({before_x});\n        \
-             if (inside && x >= 0 && x < {own_width}) {{\n{}        }} else {{\n            __builtin_memset(padded, 0, {channels} * sizeof *padded);\n        }}\n    }}\n}}\n",
-            indent(&copy, 12),
-            rows = depth * height,
-            row = width * channels,
-        );
-        frame.part("Images with zeros around them.", "pad", &body)
     }
 
     /// `name_weights<index>(ctx, begin, end, thread)`: the weight in tiles, some channels of the image and of the

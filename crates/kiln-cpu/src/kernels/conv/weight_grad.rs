@@ -12,8 +12,8 @@ use super::image::{self, Padded};
 use super::parts::Parts;
 use super::weights::Panels;
 use super::{
-    ImageAxis, PixelPlace, WeightGradSpec, correlate, depthwise, im2col, narrow_groups_weight, planar,
-    winograd,
+    ImageAxis, PixelPlace, WeightGradSpec, correlate, depthwise, im2col, moved_weight, narrow_groups_weight,
+    planar, winograd,
 };
 use crate::isa::Isa;
 use crate::kernels::element::{Element, Storage};
@@ -99,6 +99,9 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
     }
     if let Some(product) = as_product(spec, isa) {
         return gemm::emit(product, isa);
+    }
+    if let Some(kernel) = moved_weight::weight_gradient(spec, isa) {
+        return kernel;
     }
     let special = || {
         planar::weight_gradient(spec, isa)

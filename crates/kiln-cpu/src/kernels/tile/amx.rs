@@ -152,6 +152,53 @@ pub fn moved(wide: usize, passing: bool) -> Helper {
     }
 }
 
+/// The function of 32 rows of a packed A and of two tiles of columns of B, `apart` pairs from each other, each
+/// with its steps one after the other:
+///
+/// ```c
+/// void name(const bf16_pair *a, const bf16_pair *b, int64_t apart, int64_t depth, float *c, int64_t ldc, int accumulate);
+/// ```
+pub fn beside() -> Helper {
+    let name = format!("kiln_tile_amx_beside_{MAX_ROWS}x{MOST}");
+    let head = format!(
+        "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t apart, int64_t depth, float *c, int64_t ldc, int accumulate)"
+    );
+    let step = Step {
+        high: MOST,
+        wide: MOST,
+        passing: false,
+    };
+    let sums = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
+        let each = (0..MOST).flat_map(|i| (0..MOST).map(move |j| (i, j)));
+        each.map(|(i, j)| template(i * MOST + j, i * EXTENT, j * EXTENT))
+            .collect()
+    };
+    let mut products = String::new();
+    for (j, place) in ["b", "b + apart"].into_iter().enumerate() {
+        products.push_str(&format!("kiln_tile_load({}, {place}, {EXTENT});\n", Step::register(Operand::B(j))));
+        for i in 0..MOST {
+            if j == 0 {
+                let register = Step::register(Operand::A(i));
+                products.push_str(&format!("kiln_tile_stream({register}, a + {}, {EXTENT});\n", i * TILE));
+            }
+            products.push_str(&step.dot(i, j));
+        }
+    }
+    let body = format!(
+        "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n    for (int64_t k = 0; k < depth; k += {EXTENT}, a += {}, b += {TILE}) {{\n{}    }}\n{}",
+        sums(&|sum, i, j| format!("        kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n")),
+        sums(&|sum, _, _| format!("        kiln_tile_zero({sum});\n")),
+        MOST * TILE,
+        indent(&products, 8),
+        sums(&|sum, i, j| format!("    kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n")),
+    );
+    Helper {
+        name,
+        prototype: format!("{head};"),
+        definition: format!("{head} {{\n{body}}}\n"),
+    }
+}
+
 /// The statements of a step of 16 pairs, of `high` tiles of A and `wide` tiles of B.
 struct Step {
     high: usize,

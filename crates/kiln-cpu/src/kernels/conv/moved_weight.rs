@@ -1,0 +1,257 @@
+//! The gradient of the weight of a convolution with a window on tiles of AMX, as [`super::moved`] does the
+//! convolution: a product over all pixels for each kernel element, in which the pixels of the image are moved.
+//!
+//! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice, because
+//! a kernel element that moves pixels by an odd number needs other pairs than one that moves them by an even one.
+//! Where the padded image has pixels that no result belongs to, the gradient of the output is zero.
+//!
+//! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel elements
+//! and channels pass. Sums are added up in the workspace.
+
+use super::moved::{Padding, number};
+use super::{Image, ImageAxis, Spatial, WeightGradSpec};
+use crate::isa::Isa;
+use crate::kernels::element::Storage;
+use crate::kernels::frame::Frame;
+use crate::kernels::tile::amx::{self, EXTENT};
+use crate::kernels::{KernelText, Width, call_part, indent, round_up};
+use crate::policy::{MOVED_IMAGES, TILE_DEPTH};
+
+/// Channels of the image and of the output in a panel.
+const PANEL: usize = 2 * EXTENT;
+
+/// Pixels of a block of pairs.
+const BLOCK: usize = 2 * EXTENT;
+
+/// Fewest pixels of the output: with fewer, ordering the sums takes as long as the products.
+const FEWEST_PIXELS: usize = 128;
+
+/// The kernel, if the convolution is of this kind.
+pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
+    let g = &spec.geometry;
+    let pixels = g.images * g.output.iter().product::<usize>();
+    let halves = |image: &Image<'_>| match &image.memory {
+        Some(memory) => memory.storage == Storage::BF16,
+        None => spec.storage == Storage::BF16,
+    };
+    let images = [&spec.input, &spec.output_grad];
+    let has_kind = isa.has_tiles() && g.groups == 1 && g.taps() > 1 && g.stride == [1; 3];
+    let in_tiles = [g.in_channels, g.out_channels]
+        .iter()
+        .all(|channels| channels.is_multiple_of(PANEL));
+    let fits = images
+        .iter()
+        .all(|image| halves(image) && image.contiguous == Some(ImageAxis::Channel));
+    let is_kind = has_kind && in_tiles && fits && pixels >= FEWEST_PIXELS;
+    is_kind.then(|| Emitter::new(spec).kernel())
+}
+
+struct Emitter<'a> {
+    spec: &'a WeightGradSpec<'a>,
+    /// Extents of the padded image.
+    reach: Spatial,
+    /// Pixels of a padded image.
+    pixels: usize,
+    /// Images that are taken at a time.
+    images: usize,
+    /// Blocks of pairs of so many images.
+    blocks: usize,
+    /// Rows of pairs of the image.
+    rows: usize,
+    /// Places in the workspace, in bytes: the padded image and gradient, their pairs, the sums, and its end.
+    padded: [usize; 2],
+    pairs: [usize; 2],
+    sums: usize,
+    end: usize,
+}
+
+impl<'a> Emitter<'a> {
+    fn new(spec: &'a WeightGradSpec<'a>) -> Self {
+        let g = &spec.geometry;
+        let span = [0, 1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
+        let reach = [0, 1, 2].map(|d| g.output[d] + span[d]);
+        let pixels = reach.iter().product::<usize>();
+        // Each pixel as it is, and in pairs; those of the image twice.
+        let each = pixels * (6 * g.in_channels + 4 * g.out_channels);
+        let images = (MOVED_IMAGES / each).clamp(1, g.images);
+        let blocks = (images * pixels).div_ceil(BLOCK);
+        let rows = blocks * EXTENT + number(span, reach) / 2 + 1;
+        let mut end = 0;
+        let mut region = |bytes: usize| {
+            let at = end;
+            end += round_up(bytes, 64);
+            at
+        };
+        let all = images * pixels;
+        let padded = [region(all * g.in_channels * 2), region(all * g.out_channels * 2)];
+        let pairs = [
+            region(2 * rows * g.in_channels * 4),
+            region(blocks * EXTENT * g.out_channels * 4),
+        ];
+        let sums = region(spec.geometry.weight_len() * 4);
+        Self {
+            spec,
+            reach,
+            pixels,
+            images,
+            blocks,
+            rows,
+            padded,
+            pairs,
+            sums,
+            end,
+        }
+    }
+
+    fn kernel(self) -> KernelText {
+        let frame = self.spec.frame();
+        let (g, name) = (&self.spec.geometry, frame.name);
+        let about = format!(
+            "{} images of {:?} x {} channels, {} at a time, in pairs of pixels, tiles of AMX.",
+            g.images, g.input, g.in_channels, self.images
+        );
+        let image = Padding {
+            suffix: "pad_input",
+            image: &self.spec.input,
+            first: "args->first_image",
+            channels: g.in_channels,
+            extents: g.input,
+            before: g.pad.map(|pad| pad as i64),
+            reach: self.reach,
+            to: self.padded[0],
+        };
+        let gradient = Padding {
+            suffix: "pad_output",
+            image: &self.spec.output_grad,
+            channels: g.out_channels,
+            extents: g.output,
+            before: [0; 3],
+            to: self.padded[1],
+            ..image
+        };
+        let source = frame.head(&about, "    int64_t first_image, pixels;\n")
+            + &image.source(&frame)
+            + &gradient.source(&frame)
+            + &self.zip(&frame)
+            + &self.turn(&frame)
+            + &self.products(&frame)
+            + &self.order(&frame);
+        let serial = g.is_small() || frame.threads == 1;
+        let rows = format!("count * {}", self.reach[0] * self.reach[1]);
+        let blocks = format!("(args.pixels + {}) / {BLOCK}", BLOCK - 1);
+        let parts = [
+            ("pad_input", rows.clone()),
+            ("pad_output", rows),
+            ("zip", self.rows.div_ceil(EXTENT).to_string()),
+            ("turn", blocks),
+            ("products", (g.taps() * g.in_channels / PANEL).to_string()),
+        ];
+        let each: String = parts
+            .iter()
+            .map(|(part, count)| call_part(serial, &format!("{name}_{part}"), count))
+            .collect();
+        let calls = format!(
+            "    for (args.first_image = 0; args.first_image < {all}; args.first_image += {some}) {{\n        const int64_t count = {all} - args.first_image < {some} ? {all} - \
+             args.first_image : {some};\n        args.pixels = count * {};\n{}    }}\n{}",
+            self.pixels,
+            indent(&each, 4),
+            call_part(serial, &format!("{name}_order"), g.out_channels),
+            all = g.images,
+            some = self.images,
+        );
+        let mut kernel = frame.finish(source, &calls, self.end);
+        kernel.helpers = vec![amx::beside()];
+        kernel
+    }
+
+    /// `name_zip(ctx, begin, end, thread)`: pairs of neighbouring pixels of the image, 16 rows at a time: panels
+    /// of 16 channels of the pairs that begin at even pixels, then of those that begin at odd ones.
+    fn zip(&self, frame: &Frame<'_>) -> String {
+        let channels = self.spec.geometry.in_channels;
+        let panels = channels / EXTENT;
+        let body = format!(
+            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nfor \
+             (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t stop = (unit + 1) * {EXTENT} < {rows} ? (unit + 1) * {EXTENT} : {rows};\n    for (int64_t panel = 0; panel < \
+             {panels}; panel++)\n        for (int64_t q = unit * {EXTENT}; q < stop; q++) {{\n            const uint16_t *at[3];\n            for (int i = 0; i < 3; i++) at[i] = 2 * q + i < \
+             args->pixels ? padded + (2 * q + i) * {channels} + panel * {EXTENT} : none;\n            vu_store(pairs + (panel * {rows} + q) * {EXTENT}, vu_zip_bf16(at[0], at[1]));\n            \
+             vu_store(pairs + (({panels} + panel) * {rows} + q) * {EXTENT}, vu_zip_bf16(at[1], at[2]));\n        }}\n}}\n",
+            self.padded[0],
+            self.pairs[0],
+            rows = self.rows,
+        );
+        frame.part("Pairs of pixels.", "zip", &body)
+    }
+
+    /// `name_turn(ctx, begin, end, thread)`: blocks of pairs of pixels of the gradient, as panels of rows of A:
+    /// for each 32 channels the blocks, each with a row of 16 pairs for each channel.
+    fn turn(&self, frame: &Frame<'_>) -> String {
+        let channels = self.spec.geometry.out_channels;
+        let body = format!(
+            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nfor \
+             (int64_t block = begin; block < end; block++)\n    for (int64_t c = 0; c < {channels}; c += {EXTENT}) {{\n        vu line[{EXTENT}];\n        for (int l = 0; l < {EXTENT}; l++) {{\n            \
+             const int64_t pixel = block * {BLOCK} + 2 * l;\n            const uint16_t *low = pixel < args->pixels ? padded + pixel * {channels} + c : none;\n            const uint16_t *high = pixel \
+             + 1 < args->pixels ? padded + (pixel + 1) * {channels} + c : none;\n            line[l] = vu_zip_bf16(low, high);\n        }}\n        vu_transpose(line);\n        bf16_pair *to = \
+             pairs + ((c / {PANEL} * {} + block) * {PANEL} + c % {PANEL}) * {EXTENT};\n        KILN_UNROLL for (int l = 0; l < {EXTENT}; l++) vu_store(to + l * {EXTENT}, line[l]);\n    }}\n",
+            self.padded[1],
+            self.pairs[1],
+            self.blocks,
+        );
+        frame.part("Pairs of pixels of the gradient, turned.", "turn", &body)
+    }
+
+    /// `name_products(ctx, begin, end, thread)`: adds up the products of some kernel elements and panels of
+    /// channels of the image, which are columns, with all channels of the output.
+    fn products(&self, frame: &Frame<'_>) -> String {
+        let g = &self.spec.geometry;
+        let [_, height, width] = g.kernel;
+        let [dz, dy, dx] = g.dilation;
+        let moves: Vec<String> = (0..g.taps())
+            .map(|t| {
+                let place = [t / (height * width) * dz, t / width % height * dy, t % width * dx];
+                number(place, self.reach).to_string()
+            })
+            .collect();
+        let (panels, rows) = (g.in_channels / PANEL, g.out_channels / PANEL);
+        let chunk = TILE_DEPTH / EXTENT;
+        let body = format!(
+            "static const int64_t moves[] = {{{}}};\nconst bf16_pair *image = (const bf16_pair *)(args->workspace + {}), *gradient = (const bf16_pair *)(args->workspace + {});\nfloat *sums \
+             = (float *)(args->workspace + {});\nconst int64_t blocks = (args->pixels + {}) / {BLOCK};\n{}for (int64_t from = 0; from < blocks; from += {chunk}) {{\n    const int64_t some = \
+             blocks - from < {chunk} ? blocks - from : {chunk};\n    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t move = moves[unit / {panels}], panel = unit % \
+             {panels} * 2 + (move & 1) * {};\n        const bf16_pair *columns = image + (panel * {pairs} + move / 2 + from * {EXTENT}) * {EXTENT};\n        for (int64_t row = 0; row < {rows}; \
+             row++)\n            {}(gradient + (row * {} + from) * {}, columns, {}, some * {EXTENT}, sums + (unit * {rows} + row) * {}, {PANEL}, from > 0 || args->first_image > 0);\n    }}\n}}\n{}",
+            moves.join(", "),
+            self.pairs[0],
+            self.pairs[1],
+            self.sums,
+            BLOCK - 1,
+            amx::BEGIN,
+            g.in_channels / EXTENT,
+            amx::beside().name,
+            self.blocks,
+            PANEL * EXTENT,
+            self.rows * EXTENT,
+            PANEL * PANEL,
+            amx::END,
+            pairs = self.rows,
+        );
+        frame.part("Products.", "products", &body)
+    }
+
+    /// `name_order(ctx, begin, end, thread)`: the sums of some channels of the output in the order of the weight.
+    fn order(&self, frame: &Frame<'_>) -> String {
+        let g = &self.spec.geometry;
+        let (taps, panels, rows) = (g.taps(), g.in_channels / PANEL, g.out_channels / PANEL);
+        let all = g.in_channels * taps;
+        let consume = (self.spec.consume)(Width::Vector, &format!("(o * {all} + i)"), "value");
+        let body = format!(
+            "const float *sums = (const float *)(args->workspace + {});\nfor (int64_t o = begin; o < end; o++) {{\n    float line[{all}];\n    for (int64_t unit = 0; unit < {}; unit++) {{\n        \
+             const float *from = sums + ((unit * {rows} + o / {PANEL}) * {PANEL} + o % {PANEL}) * {PANEL};\n        float *to = line + unit % {panels} * {} + unit / {panels};\n        for (int64_t c = 0; c < \
+             {PANEL}; c++) to[c * {taps}] = from[c];\n    }}\n    for (int64_t i = 0; i < {all}; i += {EXTENT}) {{\n        const vf value = vf_load(line + i);\n{}    }}\n}}\n",
+            self.sums,
+            taps * panels,
+            PANEL * taps,
+            indent(&consume, 8),
+        );
+        frame.part("Sums in the order of the weight.", "order", &body)
+    }
+}
