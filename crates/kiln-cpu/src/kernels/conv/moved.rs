@@ -21,7 +21,7 @@ use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::{self, EXTENT};
 use crate::kernels::{Helper, KernelText, Width, indent, round_up};
-use crate::policy::{CONVOLUTION_RESULT, TILE_DEPTH_THREADS};
+use crate::policy::{MOVED_RESULT, TILE_DEPTH_THREADS};
 
 /// Channels of a step: the pairs of a tile.
 const CHANNELS: usize = 2 * EXTENT;
@@ -176,12 +176,15 @@ impl Emitter<'_> {
         for (index, class) in classes.iter().enumerate() {
             let [depth, height, width] = class.count;
             let panels = self.number([depth - 1, height - 1, width - 1]) / PIXELS + 1;
-            let most = (CONVOLUTION_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
-            // Enough blocks that threads can share them.
-            let each = (g.images * panels).div_ceil(4 * threads).clamp(1, most);
-            let group = panels.div_ceil(panels.div_ceil(each));
+            let most = (MOVED_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
+            // The busiest thread is done first. To bring the weight near takes a block as long as two panels.
+            let time = |group: &usize| (g.images * panels).div_ceil(*group).div_ceil(threads) * (group + 2);
+            let group = (1..=most).min_by_key(time).unwrap_or(1);
             let weights = workspace;
-            workspace += round_up(self.taps(class).len() * self.sides.channels * self.sides.result_channels * 2, 64);
+            workspace += round_up(
+                self.taps(class).len() * self.sides.channels * self.sides.result_channels * 2,
+                64,
+            );
             let work = Work {
                 index,
                 class,
@@ -195,7 +198,7 @@ impl Emitter<'_> {
             source.push_str(&self.tiles(&frame, &work));
             let blocks = self.sides.channels / CHANNELS * self.sides.result_channels.div_ceil(WIDE);
             calls.push_str(&run(&format!("{}_weights{index}", frame.name), blocks));
-            let units = g.images * panels.div_ceil(group);
+            let units = (g.images * panels).div_ceil(group);
             calls.push_str(&run(&format!("{}_tiles{index}", frame.name), units));
         }
         let mut kernel = frame.finish(source, &calls, workspace);
@@ -271,16 +274,17 @@ impl Emitter<'_> {
         let steps = channels / CHANNELS;
         let body = format!(
             "static const int16_t numbers[] = {{{}}};\nconst uint16_t *elements = {};\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t step = unit % {steps}, \
-             column = unit / {steps} * {WIDE};\n    const int64_t wide = {columns} - column < {WIDE} ? {columns} - column : {WIDE};\n    bf16_pair *packed = (bf16_pair \
-             *)(args->workspace + {}) + column * {} + step * {EXTENT} * wide;\n    for (int64_t l = 0; l < {EXTENT}; l++)\n        for (int64_t r = 0; r < wide; r++) {{\n            \
-             const uint16_t *low = elements + (step * {CHANNELS} + 2 * l) * {inner} + (column + r) * {outer}, *high = low + {inner};\n            bf16_pair *to = packed + r / {EXTENT} * {} \
-             + l * {EXTENT} + r % {EXTENT};\n            for (int64_t t = 0; t < {count}; t++) to[t * {} * wide] = low[numbers[t]] | (uint32_t)high[numbers[t]] << 16;\n        }}\n}}\n",
+             column = unit / {steps} * {WIDE};\n    const int64_t wide = {columns} - column < {WIDE} ? {columns} - column : {WIDE};\n    /* Kernel elements of each pair of channels and \
+             each column, which lie together in the weight. */\n    bf16_pair pairs[{EXTENT} * {WIDE} * {all}];\n    for (int64_t r = 0; r < wide; r++)\n        for (int64_t l = 0; l < {EXTENT}; \
+             l++) {{\n            const uint16_t *low = elements + (step * {CHANNELS} + 2 * l) * {inner} + (column + r) * {outer}, *high = low + {inner};\n            bf16_pair *to = pairs + (l * {WIDE} + \
+             r) * {all};\n            for (int64_t t = 0; t < {all}; t++) to[t] = low[t] | (uint32_t)high[t] << 16;\n        }}\n    bf16_pair *packed = (bf16_pair *)(args->workspace + {}) + column * \
+             {depth} + step * {EXTENT} * wide;\n    for (int64_t t = 0; t < {count}; t++, packed += {} * wide)\n        for (int64_t l = 0; l < {EXTENT}; l++)\n            for (int64_t r = 0; r < wide; \
+             r += {EXTENT})\n                vu_store(packed + r * {EXTENT} + l * {EXTENT}, (vu)vf_load_stride((const float *)pairs + (l * {WIDE} + r) * {all} + numbers[t], {all}));\n}}\n",
             numbers.join(", "),
             self.spec.weight,
             work.weights,
-            taps.len() * channels / 2,
-            EXTENT * EXTENT,
             channels / 2,
+            depth = taps.len() * channels / 2,
             count = taps.len(),
         );
         frame.part("The weight in tiles.", &format!("weights{}", work.index), &body)
@@ -289,10 +293,7 @@ impl Emitter<'_> {
     /// `name_tiles<index>(ctx, begin, end, thread)`: blocks of pixels of a class.
     fn tiles(&mut self, frame: &Frame<'_>, work: &Work<'_>) -> String {
         let Work {
-            class,
-            panels,
-            group,
-            ..
+            class, panels, group, ..
         } = *work;
         let (channels, columns, pitch) = (self.sides.channels, self.sides.result_channels, self.pitch());
         let taps = self.taps(class);
@@ -300,14 +301,15 @@ impl Emitter<'_> {
             .iter()
             .map(|(_, pixels)| (pixels * channels / 2).to_string())
             .collect();
-        let units = panels.div_ceil(group);
+        let all = self.spec.geometry.images * panels;
         let passing = self.spec.threads <= TILE_DEPTH_THREADS;
         let mut call = |wide: usize| {
             let helper = amx::moved(wide, passing);
             let text = format!(
-                "{}(pixels + tile * {}, {}, moves, {}, {}, columns, sums + tile * {} + column, {pitch});\n",
+                "{}(pixels + ((from + tile) / {panels} * {} + (from + tile) % {panels} * {PIXELS}) * {}, {}, moves, {}, {}, columns, sums + tile * {} + column, {pitch});\n",
                 helper.name,
-                PIXELS * channels / 2,
+                self.walk.reach.iter().product::<usize>(),
+                channels / 2,
                 channels / 2,
                 taps.len(),
                 channels / CHANNELS,
@@ -349,18 +351,15 @@ impl Emitter<'_> {
             "sum",
         );
         let body = format!(
-            "static const int64_t moves[] = {{{}}};\nconst bf16_pair *weights = (const bf16_pair *)(args->workspace + {});\nfloat *sums = (float *)(args->workspace + {} + thread * \
-             {});\n{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {units}, from = unit % {units} * {group};\n    const int64_t some = {panels} - from \
-             < {group} ? {panels} - from : {group};\n    const bf16_pair *pixels = (const bf16_pair *)args->workspace + (image * {} + from * {PIXELS}) * {};\n{}    for (int64_t r = 0; r < some * \
-             {PIXELS}; r++) {{\n        const int64_t p = from * {PIXELS} + r, x = p % {padded_width}, y = p / {padded_width} % {padded_height}, z = p / {};\n        if (x >= {width} || y >= \
-             {height} || z >= {depth}) continue;\n        for (int64_t c = 0; c < {columns}; c += {EXTENT}) {{\n            const vf sum = vf_load(sums + r * {pitch} + c);\n{}        }}\n    }}\n}}\n{}",
+            "static const int64_t moves[] = {{{}}};\nconst bf16_pair *weights = (const bf16_pair *)(args->workspace + {}), *pixels = (const bf16_pair *)args->workspace;\nfloat *sums = (float *)(args->workspace + {} + thread * \
+             {});\n{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t from = unit * {group}, some = {all} - from < {group} ? {all} - from : {group};\n{}    for (int64_t r = 0; r < some * \
+             {PIXELS}; r++) {{\n        const int64_t tile = from + r / {PIXELS}, image = tile / {panels}, p = tile % {panels} * {PIXELS} + r % {PIXELS};\n        const int64_t x = p % \
+             {padded_width}, y = p / {padded_width} % {padded_height}, z = p / {};\n        if (x >= {width} || y >= {height} || z >= {depth}) continue;\n        for (int64_t c = 0; c < {columns}; c += {EXTENT}) {{\n            const vf sum = vf_load(sums + r * {pitch} + c);\n{}        }}\n    }}\n}}\n{}",
             moves.join(", "),
             work.weights,
             work.results,
             self.block_bytes(group),
             amx::BEGIN,
-            self.walk.reach.iter().product::<usize>(),
-            channels / 2,
             indent(&tiles, 4),
             padded_height * padded_width,
             indent(&consume, 12),

@@ -192,9 +192,7 @@ impl<'a> Emitter<'a> {
              const int64_t pixel = block * {BLOCK} + 2 * l;\n            const uint16_t *low = pixel < args->pixels ? padded + pixel * {channels} + c : none;\n            const uint16_t *high = pixel \
              + 1 < args->pixels ? padded + (pixel + 1) * {channels} + c : none;\n            line[l] = vu_zip_bf16(low, high);\n        }}\n        vu_transpose(line);\n        bf16_pair *to = \
              pairs + ((c / {PANEL} * {} + block) * {PANEL} + c % {PANEL}) * {EXTENT};\n        KILN_UNROLL for (int l = 0; l < {EXTENT}; l++) vu_store(to + l * {EXTENT}, line[l]);\n    }}\n",
-            self.padded[1],
-            self.pairs[1],
-            self.blocks,
+            self.padded[1], self.pairs[1], self.blocks,
         );
         frame.part("Pairs of pixels of the gradient, turned.", "turn", &body)
     }
@@ -246,7 +244,7 @@ impl<'a> Emitter<'a> {
         let body = format!(
             "const float *sums = (const float *)(args->workspace + {});\nfor (int64_t o = begin; o < end; o++) {{\n    float line[{all}];\n    for (int64_t unit = 0; unit < {}; unit++) {{\n        \
              const float *from = sums + ((unit * {rows} + o / {PANEL}) * {PANEL} + o % {PANEL}) * {PANEL};\n        float *to = line + unit % {panels} * {} + unit / {panels};\n        for (int64_t c = 0; c < \
-             {PANEL}; c++) to[c * {taps}] = from[c];\n    }}\n    for (int64_t i = 0; i < {all}; i += {EXTENT}) {{\n        const vf value = vf_load(line + i);\n{}    }}\n}}\n",
+             {PANEL}; c += {EXTENT}) vf_store_stride(to + c * {taps}, {taps}, vf_load(from + c));\n    }}\n    for (int64_t i = 0; i < {all}; i += {EXTENT}) {{\n        const vf value = vf_load(line + i);\n{}    }}\n}}\n",
             self.sums,
             taps * panels,
             PANEL * taps,

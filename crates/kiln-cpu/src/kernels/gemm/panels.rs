@@ -1,9 +1,9 @@
 //! The loops of a matrix product: streamed panels against the stationary operand.
 
 use super::emit::Emitter;
+use super::pack::Pairs;
 use super::plan::{Parallel, Stream};
 use super::workspace::WIDE;
-use super::pack::Pairs;
 use super::{Axis, GemmSpec, Memory, Operand, ResultMemory};
 use crate::kernels::tile::{self, Access, Tile, amx};
 use crate::kernels::{indent, unpack};

@@ -6,7 +6,8 @@ use super::{Axis, GemmSpec};
 use crate::kernels::round_up;
 use crate::kernels::tile::amx;
 use crate::policy::{
-    BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE, CHUNKED_PANELS, PRODUCT_L2, STREAMED_L2,
+    BLOCK_PANELS, BLOCKS_L2, BLOCKS_PANELS, BLOCKS_SHARE, BLOCKS_STREAMED, BLOCKS_WASTE, CHUNKED_PANELS,
+    PRODUCT_L2, STREAMED_L2,
 };
 
 /// How the result is divided among threads.

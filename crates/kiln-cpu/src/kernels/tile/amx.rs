@@ -114,28 +114,55 @@ pub(super) fn helper(tile: &Tile) -> Helper {
 /// to L1 two steps before.
 pub fn moved(wide: usize, passing: bool) -> Helper {
     debug_assert!((1..=MOST).contains(&wide));
-    let name = format!("kiln_tile_amx_moved_{MAX_ROWS}x{wide}{}", if passing { "_t" } else { "" });
+    let name = format!(
+        "kiln_tile_amx_moved_{MAX_ROWS}x{wide}{}",
+        if passing { "_t" } else { "" }
+    );
     let head = format!(
         "void {name}(const bf16_pair *a, int64_t lda, const int64_t *moves, int64_t count, int64_t steps, const bf16_pair *b, float *c, int64_t ldc)"
     );
     let sums = || (0..MOST).flat_map(|i| (0..wide).map(move |j| (i * wide + j, i, j)));
-    let zero: String = sums().map(|(sum, ..)| format!("kiln_tile_zero({sum});\n")).collect();
-    let store: String = sums()
-        .map(|(sum, i, j)| format!("kiln_tile_store({sum}, c + {} * ldc + {}, ldc);\n", i * EXTENT, j * EXTENT))
+    let zero: String = sums()
+        .map(|(sum, ..)| format!("kiln_tile_zero({sum});\n"))
         .collect();
-    let [rows, columns] = [Operand::A, Operand::B].map(|operand: fn(usize) -> Operand| move |at| Step::register(operand(at)));
+    let store: String = sums()
+        .map(|(sum, i, j)| {
+            format!(
+                "kiln_tile_store({sum}, c + {} * ldc + {}, ldc);\n",
+                i * EXTENT,
+                j * EXTENT
+            )
+        })
+        .collect();
+    let [rows, columns] =
+        [Operand::A, Operand::B].map(|operand: fn(usize) -> Operand| move |at| Step::register(operand(at)));
     let mut step = String::new();
     for j in 0..wide {
         let (load, place) = (if passing { "stream" } else { "load" }, j * TILE);
-        step.push_str(&format!("kiln_tile_{load}({}, b + {place}, {EXTENT});\n", columns(j)));
+        step.push_str(&format!(
+            "kiln_tile_{load}({}, b + {place}, {EXTENT});\n",
+            columns(j)
+        ));
         if !passing {
-            step.push_str(&format!("kiln_tile_to_l1(b + {}, {EXTENT});\n", 2 * wide * TILE + place));
+            step.push_str(&format!(
+                "kiln_tile_to_l1(b + {}, {EXTENT});\n",
+                2 * wide * TILE + place
+            ));
         }
         for i in 0..MOST {
             if j == 0 {
-                step.push_str(&format!("kiln_tile_load({}, at + {} * lda, lda);\n", rows(i), i * EXTENT));
+                step.push_str(&format!(
+                    "kiln_tile_load({}, at + {} * lda, lda);\n",
+                    rows(i),
+                    i * EXTENT
+                ));
             }
-            step.push_str(&format!("kiln_tile_dot({}, {}, {});\n", i * wide + j, rows(i), columns(j)));
+            step.push_str(&format!(
+                "kiln_tile_dot({}, {}, {});\n",
+                i * wide + j,
+                rows(i),
+                columns(j)
+            ));
         }
     }
     let body = format!(
@@ -175,11 +202,17 @@ pub fn beside() -> Helper {
     };
     let mut products = String::new();
     for (j, place) in ["b", "b + apart"].into_iter().enumerate() {
-        products.push_str(&format!("kiln_tile_load({}, {place}, {EXTENT});\n", Step::register(Operand::B(j))));
+        products.push_str(&format!(
+            "kiln_tile_load({}, {place}, {EXTENT});\n",
+            Step::register(Operand::B(j))
+        ));
         for i in 0..MOST {
             if j == 0 {
                 let register = Step::register(Operand::A(i));
-                products.push_str(&format!("kiln_tile_stream({register}, a + {}, {EXTENT});\n", i * TILE));
+                products.push_str(&format!(
+                    "kiln_tile_stream({register}, a + {}, {EXTENT});\n",
+                    i * TILE
+                ));
             }
             products.push_str(&step.dot(i, j));
         }
