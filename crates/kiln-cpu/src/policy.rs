@@ -126,18 +126,20 @@ pub const BLOCKS_STREAMED: usize = 2;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
-/// Most steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time on few threads: 32 rows are
-/// 24 KiB, which stay in L1 while panels of columns pass. 160 to 320 steps took the same time within a twentieth.
+/// Most steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time on few threads: 32
+/// rows are 24 KiB, which stay in L1 while panels of columns pass. 160 to 320 steps took the same time within
+/// a twentieth.
 pub const TILE_DEPTH: usize = 192;
 
-/// With more threads whole panels meet, and tiles are brought to L1 two steps before. Two processors with AMX were
-/// measured, in TFLOP/s on 768x3072x2048 (A transposed), 2048x768x3072 and 1024x1024x1024 in chunks, and with whole
-/// panels. One or two threads, each with a core: 1.4, 1.4, 1.3 and 1.0, 1.0, 1.0 a thread. Sixteen virtual
-/// processors, on which registers alone multiply tiles at a fifth of that rate: 5.3, 4.2, 3.3 and 6.6, 5.7, 3.4 in all.
+/// With more threads whole panels meet, and tiles are brought to L1 two steps before. Two processors with AMX
+/// were measured, in TFLOP/s on 768x3072x2048 (A transposed), 2048x768x3072 and 1024x1024x1024 in chunks, and
+/// with whole panels. One or two threads, each with a core: 1.4, 1.4, 1.3 and 1.0, 1.0, 1.0 a thread. Sixteen
+/// virtual processors, on which registers alone multiply tiles at a fifth of that rate: 5.3, 4.2, 3.3 and
+/// 6.6, 5.7, 3.4 in all.
 pub const TILE_DEPTH_THREADS: usize = 2;
 
-/// Streamed panels of AMX tiles are packed chunk by chunk where those of the whole depth would have more bytes:
-/// half of L2.
+/// Streamed panels of AMX tiles are packed chunk by chunk where those of the whole depth would have more
+/// bytes: half of L2.
 pub const STREAMED_L2: usize = 1 << 20;
 
 /// Most stationary panels that each chunk then meets. Their sums wait in L2, 32 KiB for each panel. Measured:
@@ -201,8 +203,9 @@ pub const WINOGRAD_SUMS: usize = 20 << 20;
 /// Bytes of results that a block of a convolution on tiles of AMX collects: a quarter of L2.
 pub const MOVED_RESULT: usize = 512 << 10;
 
-/// Bytes of images and their pairs that the gradient of a weight takes at a time where tiles of AMX multiply them:
-/// what the L2s of two threads hold. 8 images of 56x56 pixels and 64 channels took 0.72 times as long as all at once.
+/// Bytes of images and their pairs that the gradient of a weight takes at a time where tiles of AMX multiply
+/// them: what the L2s of two threads hold. 8 images of 56x56 pixels and 64 channels took 0.72 times as long
+/// as all at once.
 pub const MOVED_IMAGES: usize = 4 << 20;
 
 /// Elements below which a pooling runs on one thread.

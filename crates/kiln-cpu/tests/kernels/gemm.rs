@@ -407,8 +407,8 @@ fn whole_and_partial_tiles_of_bf16_match_f64() {
         .for_each(|threads| check_shared(&cases, 31, threads));
 }
 
-/// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, with the
-/// depth cut, and with a prologue and an epilogue.
+/// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, with
+/// the depth cut, and with a prologue and an epilogue.
 #[test]
 fn products_that_threads_share_in_blocks_match_f64() {
     let mut cases = vec![
@@ -425,9 +425,9 @@ fn products_that_threads_share_in_blocks_match_f64() {
     check_shared(&cases, 41, 16);
 }
 
-/// Deep products of tiles whose panels meet in chunks of the depth: in partial sums of a depth that is cut, too,
-/// with last panels of any size, along rows and along columns, and in blocks. Streamed panels are packed before, or
-/// chunk by chunk.
+/// Deep products of tiles whose panels meet in chunks of the depth: in partial sums of a depth that is cut,
+/// too, with last panels of any size, along rows and along columns, and in blocks. Streamed panels are packed
+/// before, or chunk by chunk.
 #[test]
 fn deep_products_in_chunks_match_f64() {
     let mut cases = vec![

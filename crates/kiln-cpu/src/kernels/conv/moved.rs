@@ -1,16 +1,16 @@
 //! Convolutions with a window on tiles of AMX ([`crate::kernels::tile::amx`]).
 //!
 //! The image is copied with zeros around it. Its pixels then lie one after the other, so that what a kernel
-//! element multiplies for some neighbouring pixels of the result are as many neighbouring pixels of the image,
-//! moved by the distance of that element:
+//! element multiplies for some neighbouring pixels of the result are as many neighbouring pixels of the
+//! image, moved by the distance of that element:
 //!
 //! ```text
 //! result  p p+1 p+2 ..        =  sum over kernel elements t
 //! image     p + move(t), p + move(t) + 1, ..   times   weight(t)
 //! ```
 //!
-//! A tile of A is 16 such pixels, each with 16 pairs of channels, and is read in place. Pixels go on from one row
-//! of the padded image to the next; those between the rows of the result are computed, too, and left out.
+//! A tile of A is 16 such pixels, each with 16 pairs of channels, and is read in place. Pixels go on from one
+//! row of the padded image to the next; those between the rows of the result are computed, too, and left out.
 
 use std::collections::BTreeSet;
 
@@ -231,8 +231,8 @@ impl Emitter<'_> {
         round_up((pixels + PIXELS) * self.sides.channels * 2, 64)
     }
 
-    /// Elements between rows of a block of results: a vector more than the channels, so that rows do not fight
-    /// for the same lines of L1.
+    /// Elements between rows of a block of results: a vector more than the channels, so that rows do not
+    /// fight for the same lines of L1.
     fn pitch(&self) -> usize {
         self.sides.result_channels + EXTENT
     }
@@ -258,9 +258,9 @@ impl Emitter<'_> {
         taps
     }
 
-    /// `name_weights<index>(ctx, begin, end, thread)`: the weight in tiles, some channels of the image and of the
-    /// result at a time. A panel of columns has its kernel elements one after the other, each with its channels
-    /// in steps as of a panel of B of a product.
+    /// `name_weights<index>(ctx, begin, end, thread)`: the weight in tiles, some channels of the image and of
+    /// the result at a time. A panel of columns has its kernel elements one after the other, each with its
+    /// channels in steps as of a panel of B of a product.
     fn weights(&self, frame: &Frame<'_>, work: &Work<'_>) -> String {
         let (channels, columns) = (self.sides.channels, self.sides.result_channels);
         let all = self.spec.geometry.taps();

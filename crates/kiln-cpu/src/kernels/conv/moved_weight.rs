@@ -1,12 +1,14 @@
 //! The gradient of the weight of a convolution with a window on tiles of AMX, as [`super::moved`] does the
-//! convolution: a product over all pixels for each kernel element, in which the pixels of the image are moved.
+//! convolution: a product over all pixels for each kernel element, in which the pixels of the image are
+//! moved.
 //!
-//! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice, because
-//! a kernel element that moves pixels by an odd number needs other pairs than one that moves them by an even one.
-//! Where the padded image has pixels that no result belongs to, the gradient of the output is zero.
+//! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice,
+//! because a kernel element that moves pixels by an odd number needs other pairs than one that moves them by
+//! an even one. Where the padded image has pixels that no result belongs to, the gradient of the output is
+//! zero.
 //!
-//! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel elements
-//! and channels pass. Sums are added up in the workspace.
+//! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
+//! elements and channels pass. Sums are added up in the workspace.
 
 use super::moved::{Padding, number};
 use super::{Image, ImageAxis, Spatial, WeightGradSpec};
@@ -164,8 +166,8 @@ impl<'a> Emitter<'a> {
         kernel
     }
 
-    /// `name_zip(ctx, begin, end, thread)`: pairs of neighbouring pixels of the image, 16 rows at a time: panels
-    /// of 16 channels of the pairs that begin at even pixels, then of those that begin at odd ones.
+    /// `name_zip(ctx, begin, end, thread)`: pairs of neighbouring pixels of the image, 16 rows at a time:
+    /// panels of 16 channels of the pairs that begin at even pixels, then of those that begin at odd ones.
     fn zip(&self, frame: &Frame<'_>) -> String {
         let channels = self.spec.geometry.in_channels;
         let panels = channels / EXTENT;
@@ -182,8 +184,8 @@ impl<'a> Emitter<'a> {
         frame.part("Pairs of pixels.", "zip", &body)
     }
 
-    /// `name_turn(ctx, begin, end, thread)`: blocks of pairs of pixels of the gradient, as panels of rows of A:
-    /// for each 32 channels the blocks, each with a row of 16 pairs for each channel.
+    /// `name_turn(ctx, begin, end, thread)`: blocks of pairs of pixels of the gradient, as panels of rows of
+    /// A: for each 32 channels the blocks, each with a row of 16 pairs for each channel.
     fn turn(&self, frame: &Frame<'_>) -> String {
         let channels = self.spec.geometry.out_channels;
         let body = format!(
@@ -235,7 +237,8 @@ impl<'a> Emitter<'a> {
         frame.part("Products.", "products", &body)
     }
 
-    /// `name_order(ctx, begin, end, thread)`: the sums of some channels of the output in the order of the weight.
+    /// `name_order(ctx, begin, end, thread)`: the sums of some channels of the output in the order of the
+    /// weight.
     fn order(&self, frame: &Frame<'_>) -> String {
         let g = &self.spec.geometry;
         let (taps, panels, rows) = (g.taps(), g.in_channels / PANEL, g.out_channels / PANEL);

@@ -125,7 +125,8 @@ impl Emitter<'_> {
         (out, self.tiles)
     }
 
-    /// `name_pack_a(args, row panel, begin, end, packed_from, packed)`: `packed` is where step `packed_from` lies.
+    /// `name_pack_a(args, row panel, begin, end, packed_from, packed)`: `packed` is where step `packed_from`
+    /// lies.
     fn pack_rows(&self) -> String {
         let GemmSpec {
             name,

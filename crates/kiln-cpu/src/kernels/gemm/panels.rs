@@ -211,8 +211,8 @@ impl<'a> Emitter<'a> {
     /// step on.
     fn operands(&self) -> (String, String) {
         let (plan, width) = (self.plan, self.plan.width());
-        // A thread's own panels begin with those of the group, and all have the room of the highest. Those that
-        // threads share begin with the first, and each begins where the one before it ends.
+        // A thread's own panels begin with those of the group, and all have the room of the highest. Those
+        // that threads share begin with the first, and each begins where the one before it ends.
         let shared = plan.shared;
         let distance = match plan.by_chunk {
             true => plan.chunk.to_string(),
@@ -343,8 +343,9 @@ impl<'a> Emitter<'a> {
         }
     }
 
-    /// The tiles of a block of the result, then its epilogue. Panels of rows stay in L1 while those of columns
-    /// pass: all of them, or chunk by chunk of the depth. `pack` packs the streamed panels of a chunk.
+    /// The tiles of a block of the result, then its epilogue. Panels of rows stay in L1 while those of
+    /// columns pass: all of them, or chunk by chunk of the depth. `pack` packs the streamed panels of a
+    /// chunk.
     fn block_loops(&self, sums: &Sums<'_>, pack: &str, tile: &str) -> String {
         let plan = self.plan;
         let [[first_rp, end_rp], [first_cp, end_cp]] = self.block();

@@ -340,8 +340,8 @@ mod tests {
     #[test]
     fn threads_share_blocks_where_they_pay() {
         let blocks_of = |sizes, transposed| blocks_of(Storage::BF16, sizes, transposed, 16);
-        // Of bert-base: a layer, its gradients of the input and of the weight. B is the weight, whose rows are
-        // those of the depth.
+        // Of bert-base: a layer, its gradients of the input and of the weight. B is the weight, whose rows
+        // are those of the depth.
         assert_eq!(blocks_of([2048, 768, 768], [false, true]), None);
         assert_eq!(blocks_of([2048, 768, 3072], [false, false]), None);
         assert_eq!(blocks_of([768, 768, 2048], [true, true]), Some([6, 6]));

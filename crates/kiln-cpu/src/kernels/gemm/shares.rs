@@ -166,7 +166,8 @@ fn waste(panels: usize, threads: usize) -> f64 {
     (panels.div_ceil(threads) * threads) as f64 / panels as f64
 }
 
-/// The size of at most `most` with which the last of the groups that `panels` are cut into is nearly as large.
+/// The size of at most `most` with which the last of the groups that `panels` are cut into is nearly as
+/// large.
 fn evenly(panels: usize, most: usize) -> usize {
     panels.div_ceil(panels.div_ceil(most))
 }

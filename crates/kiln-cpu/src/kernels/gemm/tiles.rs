@@ -1,5 +1,5 @@
-//! Panels in whole tiles of AMX ([`crate::kernels::tile::amx`]): blocks of 16 steps of the depth. A block of A
-//! has the rows one after the other, each with 16 pairs of bf16, and a block of B one tile after the other.
+//! Panels in whole tiles of AMX ([`crate::kernels::tile::amx`]): blocks of 16 steps of the depth. A block of
+//! A has the rows one after the other, each with 16 pairs of bf16, and a block of B one tile after the other.
 
 use super::pack::Pairs;
 use super::{Axis, Operand};
@@ -61,8 +61,8 @@ pub(super) fn rows(operand: &Operand<'_>, all: usize, height: usize, lanes: usiz
     text
 }
 
-/// Statements that pack one panel of B of `width` columns, a multiple of 16: a block of 16 steps has a tile for
-/// each 16 columns, and a tile its steps one after the other, each with 16 pairs. Else as [`rows`].
+/// Statements that pack one panel of B of `width` columns, a multiple of 16: a block of 16 steps has a tile
+/// for each 16 columns, and a tile its steps one after the other, each with 16 pairs. Else as [`rows`].
 pub(super) fn columns(operand: &Operand<'_>, all: usize, width: usize, lanes: usize) -> String {
     debug_assert_eq!(lanes, EXTENT);
     let pairs = Pairs::padded(operand, all);

@@ -1,6 +1,6 @@
-//! Register tiles of AMX: one instruction multiplies a tile of 16 rows of A, each with 16 pairs of bf16
-//! along the depth, with a tile of 16 such steps of B, each with 16 columns, and adds the products to a tile
-//! of 16 x 16 sums of f32.
+//! Register tiles of AMX: one instruction multiplies a tile of 16 rows of A, each with 16 pairs of bf16 along
+//! the depth, with a tile of 16 such steps of B, each with 16 columns, and adds the products to a tile of 16
+//! x 16 sums of f32.
 //!
 //! ```text
 //!        16 pairs            16 columns
@@ -12,22 +12,24 @@
 //!
 //! A processor has eight tiles: four hold the sums of 32 rows by 32 columns, two A and two B. Each step of
 //! the loop loads four tiles for four multiplications: a tile of the next step as soon as the last
-//! multiplication that needs the old one is on its way. A multiplication takes 16 cycles and a load from L1
-//! takes 8. Panels come from L2, whose latency a load of 16 lines does not hide: tiles are prefetched two
-//! steps ahead. Ten products of 16 threads on virtual processors of Emerald Rapids took 1.2 times as long
-//! without prefetches, and 1.04 times with each tile loaded right before its first use (means).
+//! multiplication that needs the old one is on its way. A multiplication takes 16 cycles, a load from L1 8
+//! and from L2 16, beside each other but for about 4 cycles of each load. From beyond L2 a load takes 130
+//! cycles.
 //!
-//! A core alone multiplies at its full rate with both operands in L1: four multiplications and their loads
-//! take 28 ns. Where its other hardware thread works too, they take 105 to 120 ns in any order, and the four
-//! multiplications alone 60 to 75 ns: all 16 threads then reach two thirds of what they reach on registers,
-//! with panels in L2, too, and a third with one of them beyond it. Half of the threads reach half of that, so
-//! it is no use to leave some idle.
+//! Measured on one thread with a core of its own, for a step of four multiplications and four loads: 17.5 ns
+//! without loads, 22 with all operands in L1, 27 with A in L1 and B in L2 and loaded by `tileloaddt1`, which
+//! leaves A in L1, 36 by plain loads, 38 to 40 with both in L2. So where threads have cores of their own, B
+//! [passes by](Access::Passing), and lines of what the next chunk of the depth needs are brought to L2 after
+//! each multiplication (all at once they cost more than they save).
 //!
-//! Tried on ten products of 16 threads, within 0.9 to 1.1 of the time: panels brought to L2 a whole panel
-//! before they are needed, tiles prefetched three and four steps ahead, more of L2 for panels that stay, and
-//! shares that are many small blocks in a row, so that each thread reads the other operand once although
-//! others take what it has not begun. Packing panels twice or running the epilogue twice takes 1 to 5 % longer,
-//! so neither is what products wait for.
+//! Where other hardware threads work on the same cores, four multiplications alone take 60 to 75 ns and with
+//! their loads 105 to 120 in any order. There panels of the whole depth meet, and tiles are brought to L1 two
+//! steps before: ten products of 16 virtual processors took 1.2 times as long without, and in chunks that
+//! pass by, too. Half of the threads reach half of what all do, so it is no use to leave some idle.
+//!
+//! Tried on those ten products, within 0.9 to 1.1 of the time: tiles prefetched three and four steps ahead,
+//! more of L2 for panels that stay, and shares that are many small blocks in a row. Packing panels twice or
+//! running the epilogue twice takes 1 to 5 % longer there, so neither is what products wait for.
 //!
 //! Both panels are cut into blocks of 16 steps. A block of A has its rows one after the other, a block of B
 //! its tiles, so that a tile is 16 consecutive lines. All tiles have one form, which is set once for each
@@ -64,8 +66,8 @@ pub const END: &str = "kiln_tiles_end();\n";
 /// Pairs of a tile.
 const TILE: usize = EXTENT * EXTENT;
 
-/// Name and text of the function of `tile`, of 16 or 32 rows and one or two vectors. The arguments are
-/// those of [`Tile::helper`]; `depth` is a multiple of 16, but not zero. Where B passes by, two more say which
+/// Name and text of the function of `tile`, of 16 or 32 rows and one or two vectors. The arguments are those
+/// of [`Tile::helper`]; `depth` is a multiple of 16, but not zero. Where B passes by, two more say which
 /// lines of the operands are needed later: [`lines_ahead`] of each for each step.
 pub(super) fn helper(tile: &Tile) -> Helper {
     let (high, wide) = (tile.rows / EXTENT, tile.vectors);
@@ -102,16 +104,16 @@ pub(super) fn helper(tile: &Tile) -> Helper {
     }
 }
 
-/// The function of 32 rows of A that lie in memory, and of one or two vectors of columns of a packed B, added up
-/// over several products that find A elsewhere:
+/// The function of 32 rows of A that lie in memory, and of one or two vectors of columns of a packed B, added
+/// up over several products that find A elsewhere:
 ///
 /// ```c
 /// void name(const bf16_pair *a, int64_t lda, const int64_t *moves, int64_t count, int64_t steps,
 ///           const bf16_pair *b, float *c, int64_t ldc);
 /// ```
-/// Product number `t` of `count` multiplies rows from `a + moves[t]` on, `lda` pairs apart, in `steps` steps of 16
-/// pairs. B has its products, and their steps, one after the other, and [passes by](Access::Passing) or is brought
-/// to L1 two steps before.
+/// Product number `t` of `count` multiplies rows from `a + moves[t]` on, `lda` pairs apart, in `steps` steps
+/// of 16 pairs. B has its products, and their steps, one after the other, and [passes by](Access::Passing) or
+/// is brought to L1 two steps before.
 pub fn moved(wide: usize, passing: bool) -> Helper {
     debug_assert!((1..=MOST).contains(&wide));
     let name = format!(
@@ -179,8 +181,8 @@ pub fn moved(wide: usize, passing: bool) -> Helper {
     }
 }
 
-/// The function of 32 rows of a packed A and of two tiles of columns of B, `apart` pairs from each other, each
-/// with its steps one after the other:
+/// The function of 32 rows of a packed A and of two tiles of columns of B, `apart` pairs from each other,
+/// each with its steps one after the other:
 ///
 /// ```c
 /// void name(const bf16_pair *a, const bf16_pair *b, int64_t apart, int64_t depth, float *c, int64_t ldc, int accumulate);
