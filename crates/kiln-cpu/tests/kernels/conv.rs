@@ -332,6 +332,26 @@ fn random_convolutions_of_bf16_match_f64() {
     });
     assert!(moved.iter().all(|&count| count >= 5), "{moved:?}");
     cases.truncate(24);
+    // More images than the gradient of the weight takes at a time.
+    cases.push(Case {
+        geometry: Geometry {
+            images: 4,
+            groups: 1,
+            in_channels: 64,
+            out_channels: 96,
+            input: [1, 36, 40],
+            output: [1, 36, 40],
+            kernel: [1, 3, 3],
+            stride: [1; 3],
+            pad: [0, 1, 1],
+            dilation: [1; 3],
+        },
+        last: [true; 2],
+        computed: false,
+        storage: Storage::BF16,
+    });
+    let [.., many] = &cases[..] else { unreachable!() };
+    assert!(many.kernels(0, Isa::AmxBf16)[2].source.contains("3 at a time"));
     check_within(&cases, 42, 2e-6);
 }
 

@@ -33,7 +33,10 @@ const PIXELS: usize = amx::MAX_ROWS;
 const WIDE: usize = 2 * EXTENT;
 
 /// Fewest pixels of the result: with fewer, reordering the weight takes as long as the products.
-const FEWEST_PIXELS: usize = 128;
+pub(super) const FEWEST_PIXELS: usize = 128;
+
+/// Most kernel elements: reordering them takes 2 KiB of a thread's stack for each.
+pub(super) const MOST_TAPS: usize = 64;
 
 /// The forward convolution or the input gradient, if it is of this kind.
 pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
@@ -44,7 +47,8 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     };
     let sides = Sides::new(spec, direction);
     let pixels = g.images * result.iter().product::<usize>();
-    let has_kind = isa.has_tiles() && spec.storage == Storage::BF16 && g.groups == 1 && g.taps() > 1;
+    let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps());
+    let has_kind = isa.has_tiles() && spec.storage == Storage::BF16 && has_window;
     let by_channels = spec.image.contiguous == Some(ImageAxis::Channel)
         && spec.epilogue.axis(result) == Some(ImageAxis::Channel);
     let in_tiles = sides.channels.is_multiple_of(CHANNELS) && sides.result_channels.is_multiple_of(EXTENT);

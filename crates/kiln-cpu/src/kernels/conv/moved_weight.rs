@@ -5,12 +5,13 @@
 //! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice,
 //! because a kernel element that moves pixels by an odd number needs other pairs than one that moves them by
 //! an even one. Where the padded image has pixels that no result belongs to, the gradient of the output is
-//! zero.
+//! zero. (So infinity or NaN in the image also reaches kernel elements that never meet it, of the same
+//! channel, whose others have it.)
 //!
 //! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
 //! elements and channels pass. Sums are added up in the workspace.
 
-use super::moved::{Padding, number};
+use super::moved::{FEWEST_PIXELS, MOST_TAPS, Padding, number};
 use super::{Image, ImageAxis, Spatial, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::element::Storage;
@@ -25,8 +26,8 @@ const PANEL: usize = 2 * EXTENT;
 /// Pixels of a block of pairs.
 const BLOCK: usize = 2 * EXTENT;
 
-/// Fewest pixels of the output: with fewer, ordering the sums takes as long as the products.
-const FEWEST_PIXELS: usize = 128;
+/// Most elements of the weight for one channel of the output, which a thread orders on its stack: 256 KiB.
+const MOST_ORDERED: usize = 64 << 10;
 
 /// The kernel, if the convolution is of this kind.
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
@@ -37,7 +38,8 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         None => spec.storage == Storage::BF16,
     };
     let images = [&spec.input, &spec.output_grad];
-    let has_kind = isa.has_tiles() && g.groups == 1 && g.taps() > 1 && g.stride == [1; 3];
+    let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps()) && g.stride == [1; 3];
+    let has_kind = isa.has_tiles() && has_window && g.in_channels * g.taps() <= MOST_ORDERED;
     let in_tiles = [g.in_channels, g.out_channels]
         .iter()
         .all(|channels| channels.is_multiple_of(PANEL));

@@ -82,25 +82,25 @@ pub(super) fn helper(tile: &Tile) -> Helper {
             false => "",
         }
     );
-    let sums = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
-        let each = (0..high).flat_map(|i| (0..wide).map(move |j| (i, j)));
-        each.map(|(i, j)| template(i * wide + j, i * EXTENT, j * EXTENT))
-            .collect()
-    };
     let step = Step { high, wide, passing };
+    let sums = Sums { high, wide };
     let body = format!(
-        "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n{}    for (int64_t k = {EXTENT}; k < depth; k += {EXTENT}) {{\n{}    }}\n{}{}",
-        sums(&|sum, i, j| format!("        kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n")),
-        sums(&|sum, _, _| format!("        kiln_tile_zero({sum});\n")),
-        indent(&step.first(), 4),
-        indent(&(step.next() + &step.advance()), 8),
-        indent(&step.last(), 4),
-        sums(&|sum, i, j| format!("    kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n")),
+        "{}{}for (int64_t k = {EXTENT}; k < depth; k += {EXTENT}) {{\n{}}}\n{}{}",
+        sums.begin(),
+        step.first(),
+        indent(&(step.next() + &step.advance()), 4),
+        step.last(),
+        sums.store(),
     );
+    function(name, &head, &body)
+}
+
+/// A function of this head and body.
+fn function(name: String, head: &str, body: &str) -> Helper {
     Helper {
         name,
         prototype: format!("{head};"),
-        definition: format!("{head} {{\n{body}}}\n"),
+        definition: format!("{head} {{\n{}}}\n", indent(body, 4)),
     }
 }
 
@@ -123,62 +123,26 @@ pub fn moved(wide: usize, passing: bool) -> Helper {
     let head = format!(
         "void {name}(const bf16_pair *a, int64_t lda, const int64_t *moves, int64_t count, int64_t steps, const bf16_pair *b, float *c, int64_t ldc)"
     );
-    let sums = || (0..MOST).flat_map(|i| (0..wide).map(move |j| (i * wide + j, i, j)));
-    let zero: String = sums()
-        .map(|(sum, ..)| format!("kiln_tile_zero({sum});\n"))
-        .collect();
-    let store: String = sums()
-        .map(|(sum, i, j)| {
-            format!(
-                "kiln_tile_store({sum}, c + {} * ldc + {}, ldc);\n",
-                i * EXTENT,
-                j * EXTENT
-            )
-        })
-        .collect();
-    let [rows, columns] =
-        [Operand::A, Operand::B].map(|operand: fn(usize) -> Operand| move |at| Step::register(operand(at)));
-    let mut step = String::new();
-    for j in 0..wide {
-        let (load, place) = (if passing { "stream" } else { "load" }, j * TILE);
-        step.push_str(&format!(
-            "kiln_tile_{load}({}, b + {place}, {EXTENT});\n",
-            columns(j)
-        ));
-        if !passing {
-            step.push_str(&format!(
-                "kiln_tile_to_l1(b + {}, {EXTENT});\n",
+    let sums = Sums { high: MOST, wide };
+    let row = |i: usize, register| format!("kiln_tile_load({register}, at + {} * lda, lda);\n", i * EXTENT);
+    let column = |j: usize, register| {
+        let place = j * TILE;
+        match passing {
+            true => format!("kiln_tile_stream({register}, b + {place}, {EXTENT});\n"),
+            false => format!(
+                "kiln_tile_load({register}, b + {place}, {EXTENT});\nkiln_tile_to_l1(b + {}, {EXTENT});\n",
                 2 * wide * TILE + place
-            ));
+            ),
         }
-        for i in 0..MOST {
-            if j == 0 {
-                step.push_str(&format!(
-                    "kiln_tile_load({}, at + {} * lda, lda);\n",
-                    rows(i),
-                    i * EXTENT
-                ));
-            }
-            step.push_str(&format!(
-                "kiln_tile_dot({}, {}, {});\n",
-                i * wide + j,
-                rows(i),
-                columns(j)
-            ));
-        }
-    }
+    };
     let body = format!(
-        "{}    for (int64_t t = 0; t < count; t++) {{\n        const bf16_pair *at = a + moves[t];\n        for (int64_t k = 0; k < steps; k++, at += {EXTENT}, b += {}) {{\n{}        }}\n    }}\n{}",
-        indent(&zero, 4),
+        "{}for (int64_t t = 0; t < count; t++) {{\n    const bf16_pair *at = a + moves[t];\n    for (int64_t k = 0; k < steps; k++, at += {EXTENT}, b += {}) {{\n{}    }}\n}}\n{}",
+        sums.zero(),
         wide * TILE,
-        indent(&step, 12),
-        indent(&store, 4)
+        indent(&sums.step(&row, &column), 8),
+        sums.store(),
     );
-    Helper {
-        name,
-        prototype: format!("{head};"),
-        definition: format!("{head} {{\n{body}}}\n"),
-    }
+    function(name, &head, &body)
 }
 
 /// The function of 32 rows of a packed A and of two tiles of columns of B, `apart` pairs from each other,
@@ -192,45 +156,74 @@ pub fn beside() -> Helper {
     let head = format!(
         "void {name}(const bf16_pair *a, const bf16_pair *b, int64_t apart, int64_t depth, float *c, int64_t ldc, int accumulate)"
     );
-    let step = Step {
+    let sums = Sums {
         high: MOST,
         wide: MOST,
-        passing: false,
     };
-    let sums = |template: &dyn Fn(usize, usize, usize) -> String| -> String {
-        let each = (0..MOST).flat_map(|i| (0..MOST).map(move |j| (i, j)));
-        each.map(|(i, j)| template(i * MOST + j, i * EXTENT, j * EXTENT))
-            .collect()
-    };
-    let mut products = String::new();
-    for (j, place) in ["b", "b + apart"].into_iter().enumerate() {
-        products.push_str(&format!(
-            "kiln_tile_load({}, {place}, {EXTENT});\n",
-            Step::register(Operand::B(j))
-        ));
-        for i in 0..MOST {
-            if j == 0 {
-                let register = Step::register(Operand::A(i));
-                products.push_str(&format!(
-                    "kiln_tile_stream({register}, a + {}, {EXTENT});\n",
-                    i * TILE
-                ));
-            }
-            products.push_str(&step.dot(i, j));
-        }
-    }
+    let row = |i: usize, register| format!("kiln_tile_stream({register}, a + {}, {EXTENT});\n", i * TILE);
+    let column = |j: usize, register| format!("kiln_tile_load({register}, b + {j} * apart, {EXTENT});\n");
     let body = format!(
-        "    if (accumulate) {{\n{}    }} else {{\n{}    }}\n    for (int64_t k = 0; k < depth; k += {EXTENT}, a += {}, b += {TILE}) {{\n{}    }}\n{}",
-        sums(&|sum, i, j| format!("        kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n")),
-        sums(&|sum, _, _| format!("        kiln_tile_zero({sum});\n")),
+        "{}for (int64_t k = 0; k < depth; k += {EXTENT}, a += {}, b += {TILE}) {{\n{}}}\n{}",
+        sums.begin(),
         MOST * TILE,
-        indent(&products, 8),
-        sums(&|sum, i, j| format!("    kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n")),
+        indent(&sums.step(&row, &column), 4),
+        sums.store(),
     );
-    Helper {
-        name,
-        prototype: format!("{head};"),
-        definition: format!("{head} {{\n{body}}}\n"),
+    function(name, &head, &body)
+}
+
+/// The sums of a function, `high` by `wide` tiles in the registers from 0 on.
+#[derive(Clone, Copy)]
+struct Sums {
+    high: usize,
+    wide: usize,
+}
+
+impl Sums {
+    /// The texts that `template` makes of register, first row and first column of each.
+    fn each(self, template: impl Fn(usize, usize, usize) -> String) -> String {
+        let all = (0..self.high).flat_map(|i| (0..self.wide).map(move |j| (i, j)));
+        all.map(|(i, j)| template(i * self.wide + j, i * EXTENT, j * EXTENT))
+            .collect()
+    }
+
+    fn zero(self) -> String {
+        self.each(|sum, _, _| format!("kiln_tile_zero({sum});\n"))
+    }
+
+    /// What `c` holds if `accumulate` says so, or zeros.
+    fn begin(self) -> String {
+        let load = self.each(|sum, i, j| format!("kiln_tile_load({sum}, c + {i} * ldc + {j}, ldc);\n"));
+        format!(
+            "if (accumulate) {{\n{}}} else {{\n{}}}\n",
+            indent(&load, 4),
+            indent(&self.zero(), 4)
+        )
+    }
+
+    fn store(self) -> String {
+        self.each(|sum, i, j| format!("kiln_tile_store({sum}, c + {i} * ldc + {j}, ldc);\n"))
+    }
+
+    fn dot(self, i: usize, j: usize) -> String {
+        let [a, b] = [Operand::A(i), Operand::B(j)].map(Step::register);
+        format!("kiln_tile_dot({}, {a}, {b});\n", i * self.wide + j)
+    }
+
+    /// The multiplications of a step, each operand loaded right before its first use: `row` and `column` load
+    /// tiles of A and B into a register.
+    fn step(self, row: &dyn Fn(usize, usize) -> String, column: &dyn Fn(usize, usize) -> String) -> String {
+        let mut text = String::new();
+        for j in 0..self.wide {
+            text.push_str(&column(j, Step::register(Operand::B(j))));
+            for i in 0..self.high {
+                if j == 0 {
+                    text.push_str(&row(i, Step::register(Operand::A(i))));
+                }
+                text.push_str(&self.dot(i, j));
+            }
+        }
+        text
     }
 }
 
@@ -292,8 +285,8 @@ impl Step {
     }
 
     fn dot(&self, i: usize, j: usize) -> String {
-        let [a, b] = [Operand::A(i), Operand::B(j)].map(Self::register);
-        format!("kiln_tile_dot({}, {a}, {b});\n", i * self.wide + j)
+        let Self { high, wide, .. } = *self;
+        Sums { high, wide }.dot(i, j)
     }
 
     /// All tiles of the first step.
