@@ -35,6 +35,13 @@ const WIDE: usize = 2 * EXTENT;
 /// Fewest pixels of the result: with fewer, reordering the weight takes as long as the products.
 pub(super) const FEWEST_PIXELS: usize = 128;
 
+/// Whether enough of the pixels that are multiplied belong to the result. Of small images most lie between
+/// rows or fill up a panel: of 4x4 pixels half are left, of 2x2 an eighth. Winograd's algorithm in f32, which
+/// wastes none, has a third to a half of the rate of tiles.
+pub(super) fn are_used(result: usize, multiplied: usize) -> bool {
+    5 * result >= 2 * multiplied
+}
+
 /// Most kernel elements: reordering them takes 2 KiB of a thread's stack for each.
 pub(super) const MOST_TAPS: usize = 64;
 
@@ -61,6 +68,14 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     if walk.pixel_step != [1; 3] || walk.spread != [1; 3] || !walk.classes.iter().all(is_reached) {
         return None;
     }
+    let multiplied: usize = walk
+        .classes
+        .iter()
+        .map(|class| PIXELS * panels(class, walk.reach))
+        .sum();
+    if !are_used(result.iter().product(), multiplied) {
+        return None;
+    }
     let mut emitter = Emitter {
         spec,
         direction,
@@ -69,6 +84,11 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         helpers: BTreeSet::new(),
     };
     Some(emitter.kernel())
+}
+
+/// Panels of pixels of a padded image of these extents from the first to the last that a class needs.
+fn panels(class: &Class, reach: Spatial) -> usize {
+    number(class.count.map(|count| count - 1), reach) / PIXELS + 1
 }
 
 /// Pixels of an image of these extents before the one at `place`.
@@ -178,8 +198,7 @@ impl Emitter<'_> {
         let mut workspace = self.image_bytes();
         let classes = self.walk.classes.clone();
         for (index, class) in classes.iter().enumerate() {
-            let [depth, height, width] = class.count;
-            let panels = self.number([depth - 1, height - 1, width - 1]) / PIXELS + 1;
+            let panels = panels(class, self.walk.reach);
             let most = (MOVED_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
             // The busiest thread is done first. To bring the weight near takes a block as long as two panels.
             let time = |group: &usize| (g.images * panels).div_ceil(*group).div_ceil(threads) * (group + 2);

@@ -11,7 +11,7 @@
 //! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
 //! elements and channels pass. Sums are added up in the workspace.
 
-use super::moved::{FEWEST_PIXELS, MOST_TAPS, Padding, number};
+use super::moved::{FEWEST_PIXELS, MOST_TAPS, Padding, are_used, number};
 use super::{Image, ImageAxis, Spatial, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::element::Storage;
@@ -47,7 +47,11 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         .iter()
         .all(|image| halves(image) && image.contiguous == Some(ImageAxis::Channel));
     let is_kind = has_kind && in_tiles && fits && pixels >= FEWEST_PIXELS;
-    is_kind.then(|| Emitter::new(spec).kernel())
+    if !is_kind {
+        return None;
+    }
+    let emitter = Emitter::new(spec);
+    are_used(g.output.iter().product(), emitter.pixels).then(|| emitter.kernel())
 }
 
 struct Emitter<'a> {
