@@ -57,7 +57,12 @@ fn refused_for(fault: &str) -> String {
 
 #[test]
 fn each_fault_is_named() {
-    // The damage to the sources or the flags, and what the name of the function must contain.
+    // Where an instruction rounds vectors, the rounding that is written out is only met one by one.
+    let rounding = match Toolchain::detect().unwrap().isa().has_bf16_pairs() {
+        true => "matrix product of bf16",
+        false => "cast of f32 to bf16",
+    };
+    // The damage to the sources or the flags, and the function that must be named.
     let faults = [
         ("sed -i 's/0x1.06eba8p-3f/0x1.06eba8p-2f/' *.h", "erf of f32"),
         ("sed -i 's/-0x1.7f7d1cp-20f/0x1.7f7d1cp-20f/' *.h", "exp of f32"),
@@ -76,12 +81,11 @@ fn each_fault_is_named() {
             "sed -i 's/KILN_FOLD(prod, S, T, (T)(a \\* b))/KILN_FOLD(prod, S, T, (T)(a))/' *.h",
             "prod of f32 along axis 1",
         ),
-        // Where an instruction rounds vectors, it is only seen where numbers are rounded one by one.
-        ("sed -i 's/0x7fff + ((u >> 16) & 1)/0x7fff/' *.h", "bf16"),
+        ("sed -i 's/0x7fff + ((u >> 16) & 1)/0x7fff/' *.h", rounding),
     ];
     for (fault, function) in faults {
         let named = refused_for(fault);
-        assert!(named.contains(function), "{fault}: {named}");
+        assert!(named == function || function.is_empty(), "{fault}: {named}");
     }
 }
 

@@ -56,18 +56,14 @@ impl<'a> Emitter<'a> {
             };
             self.tiles.insert(tile.helper(self.isa));
             let name = tile.name();
-            let start = match plan.near {
-                true => "steps, target, ldc, done > 0 || !args->from_zero",
-                false => "args->depth, target, ldc, !args->from_zero",
-            };
             match plan.near {
                 true => format!(
-                    "{name}(tile_a, tile_b, {start}, next_a + (cp - {first_cp}) * steps * {}, next_b + (rp - {first_rp}) * \
+                    "{name}(tile_a, tile_b, steps, target, ldc, done > 0 || !args->from_zero, next_a + (cp - {first_cp}) * steps * {}, next_b + (rp - {first_rp}) * \
                      steps * {});",
                     amx::lines_ahead(rows / amx::EXTENT),
                     amx::lines_ahead(vectors),
                 ),
-                false => format!("{name}(tile_a, tile_b, {start});"),
+                false => format!("{name}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);"),
             }
         };
         let mut heights = |vectors: usize| {
@@ -129,8 +125,12 @@ impl<'a> Emitter<'a> {
         };
         let tile = self.tile(&sums, &calls);
         let pack = self.pack_streamed();
+        let [before, in_chunk] = match plan.by_chunk {
+            true => ["", pack.as_str()],
+            false => [pack.as_str(), ""],
+        };
         let work = match (plan.tiles(), plan.stream) {
-            (true, _) => self.block_loops(&sums, if plan.by_chunk { &pack } else { "" }, &tile),
+            (true, _) => self.block_loops(&sums, in_chunk, &tile),
             (false, Stream::Columns) => self.row_loops(&sums, &tile),
             (false, Stream::Rows) => self.column_loops(&sums, &tile),
         };
@@ -164,7 +164,7 @@ impl<'a> Emitter<'a> {
             workspace.stationary,
             self.own(workspace.streamed, workspace.streamed_each),
             indent(begin, 4),
-            indent(if plan.by_chunk { "" } else { &pack }, 8),
+            indent(before, 8),
             indent(&work, 8),
             indent(end, 4),
         )
