@@ -11,6 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#if defined(__linux__) && defined(__x86_64__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "kiln_runtime.h"
 
@@ -132,7 +136,16 @@ static int slowest_first(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
+/* Linux lets a process use the tiles of AMX after it asked, before it has threads (ARCH_REQ_XCOMP_PERM for
+ * XFEATURE_XTILEDATA). A processor without them answers with an error, and its step has none. */
+static void ask_for_tiles(void) {
+#if defined(__linux__) && defined(__x86_64__)
+    syscall(SYS_arch_prctl, 0x1023, 18);
+#endif
+}
+
 int main(int count, char **words) {
+    ask_for_tiles();
     int runs = count > 1 ? atoi(words[1]) : 9;
     threads = count > 2 ? atoi(words[2]) : DEFAULT_THREADS;
     if (runs < 1) runs = 1;
