@@ -210,8 +210,24 @@ pub fn select(dtype: DType, vector: bool, c: &str, a: &str, b: &str) -> String {
 /// `x` of type `from` as `to`.
 pub fn cast(from: DType, to: DType, vector: bool, x: &str) -> String {
     let prefix = if vector { "v" } else { "s" };
+    let converted = convert(from, to, vector, x);
+    if narrows(from, to) {
+        format!("{prefix}_round_{to}({converted})")
+    } else {
+        converted
+    }
+}
+
+/// Whether a cast rounds to one of the half types.
+pub fn narrows(from: DType, to: DType) -> bool {
+    matches!(to, DType::F16 | DType::BF16) && from != to
+}
+
+/// An element or vector converted to the type of registers that hold `to`; not rounded to a half type.
+pub fn convert(from: DType, to: DType, vector: bool, x: &str) -> String {
+    let prefix = if vector { "v" } else { "s" };
     let (source, target) = (from.compute(), to.compute());
-    let converted = match (source, target) {
+    match (source, target) {
         (a, b) if a == b => x.to_owned(),
         (DType::Bool, _) if vector => format!("__builtin_convertvector(-{x}, v_{target})"),
         (_, DType::Bool) if vector && source.size() == 4 => format!("(v_i32)({x} != 0)"),
@@ -221,10 +237,5 @@ pub fn cast(from: DType, to: DType, vector: bool, x: &str) -> String {
         (DType::F64, _) if matches!(to, DType::F16 | DType::BF16) => format!("{prefix}_shortened({x})"),
         (_, b) if vector => format!("__builtin_convertvector({x}, v_{b})"),
         (_, b) => format!("({}){x}", memory_type(b)),
-    };
-    if matches!(to, DType::F16 | DType::BF16) && from != to {
-        format!("{prefix}_round_{to}({converted})")
-    } else {
-        converted
     }
 }

@@ -200,6 +200,10 @@ struct Writer<'a> {
     /// loops were joined.
     integers: Integers,
     slots: FxHashMap<u32, Register>,
+    /// For vectors that were rounded to a half type, by name: the halves, which a store takes as they are.
+    halves: FxHashMap<String, String>,
+    /// Buffers that are read from end to end, and the pass over a row that reads them first.
+    streams: FxHashMap<Buffer, usize>,
     reduced: FxHashMap<Value, Register>,
     stages: RowStages,
     /// For the result of an operation that another member computes as well: that member's result.
@@ -240,6 +244,8 @@ impl<'a> Writer<'a> {
             kept: FxHashMap::default(),
             integers: space.loops.nest.integers.clone(),
             slots: FxHashMap::default(),
+            halves: FxHashMap::default(),
+            streams: FxHashMap::default(),
             reduced: FxHashMap::default(),
             stages: RowStages::default(),
             equal: space.loops.nest.equal_members(graph),

@@ -148,6 +148,17 @@ impl Writer<'_> {
                     .map(|register| self.operand(register, vector))
                     .collect();
                 let of = registers[0].dtype;
+                if let Op::Cast(to) = op
+                    && vector
+                    && c::narrows(of, *to)
+                {
+                    let half = self.fresh("h");
+                    let converted = c::convert(of, *to, vector, &names[0]);
+                    self.line(level, stage, format!("v_u16 {half} = narrow_{to}({converted});"));
+                    let register = self.define(dtype, vector, level, stage, &format!("widen_{to}({half})"));
+                    self.halves.insert(register.name.clone(), half);
+                    return register;
+                }
                 let text = match op {
                     Op::Unary(op) => c::unary(*op, of, vector, &names[0]),
                     Op::Binary(op) => c::binary(*op, of, vector, &names[0], &names[1]),

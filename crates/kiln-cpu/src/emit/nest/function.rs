@@ -355,7 +355,7 @@ impl Writer<'_> {
 
     /// The variables that number the elements of a row, one loop each, and the one of them whose loop goes by
     /// vectors.
-    fn column_loops(&self) -> (Vec<Var>, Option<Var>) {
+    pub(super) fn column_loops(&self) -> (Vec<Var>, Option<Var>) {
         let vector = self
             .space
             .vector
