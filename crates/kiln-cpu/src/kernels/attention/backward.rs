@@ -11,8 +11,9 @@ use super::rows::{self, Dropout, Words};
 use super::visible_keys::{Strip, VisibleKeys};
 use super::{AttentionSpec, View, section};
 use crate::isa::Isa;
+use crate::kernels::element::Factor;
 use crate::kernels::tile::Access;
-use crate::kernels::{Helper, KernelText, fields, finish_kernel, indent, run_part, unpack};
+use crate::kernels::{Helper, KernelText, fields, finish_kernel, indent, round_up, run_part, unpack};
 
 /// The operands that only the gradient reads, and its results.
 pub struct Gradients {
@@ -50,6 +51,17 @@ fn memory(spec: &AttentionSpec, plan: &AttentionPlan) -> (Memory, MaskRows, Visi
     memory.part(real, "d_queries", plan.block * plan.width);
     memory.part(real, "d_keys", plan.key_rows * plan.width);
     memory.part(real, "d_values", plan.key_rows * plan.value_width);
+    if plan.tiles() {
+        let half = plan.steps(plan.block);
+        for (name, sums, pitch) in [
+            ("turned_queries", "turned_d_keys", plan.width),
+            ("turned_outs", "turned_d_values", plan.value_width),
+        ] {
+            let rows = round_up(pitch, plan.tile);
+            memory.part(factor, name, rows * half);
+            memory.part(real, sums, rows * plan.ld);
+        }
+    }
     let mask_rows = MaskRows::new(spec, plan, &mut memory);
     let most = format!("({})[0]", spec.stats_of("row0 + r"));
     let visible = VisibleKeys::new(spec, plan, &spec.fill_counts(&most), &mut memory);
@@ -141,12 +153,13 @@ impl<'a> Emitter<'a> {
         ];
         let stages: String = stages.iter().map(|stage| indent(stage, 12)).collect();
         let stored = section("Gradients of keys and values.", &self.store_keys());
+        let [before, after] = plan.around_tiles();
         format!(
             "/* Gradient of attention: {}; blocks of {block} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void \
-             {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n    for (int64_t unit = \
+             {name}_heads(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t looked = -1;\n    (void)looked;\n{before}    for (int64_t unit = \
              begin; unit < end; unit++) {{\n        const int64_t batch = unit / {groups}, group = unit % {groups};\n{}        for (int64_t part = 0; part < \
              {share} * {blocks}; part++) {{\n            const int64_t head = group * {share} + part / {blocks}, row0 = part % {blocks} * {block};\n            \
-             const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n{stages}        }}\n{}    }}\n}}\n",
+             const int64_t rows = {queries} - row0 < {block} ? {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n{stages}        }}\n{}    }}\n{after}}}\n",
             spec.shape_text(),
             fields(&spec.params),
             unpack(&spec.params),
@@ -219,9 +232,11 @@ impl<'a> Emitter<'a> {
         let values = self.of_keys(&spec.value, self.value_size());
         match plan.pairs() {
             true => {
-                pairs::turn(&keys, count, "turned_keys", wide, lanes)
-                    + &pairs::turn(&values, count, "turned_values", wide, lanes)
-                    + &pairs::zip(&keys, "keys", lanes)
+                let [deep, value_deep] = [keys.width, values.width].map(|width| plan.steps(width));
+                let steps = plan.steps(count).to_string();
+                pairs::turn(&keys, count, deep, "turned_keys", wide, lanes)
+                    + &pairs::turn(&values, count, value_deep, "turned_values", wide, lanes)
+                    + &pairs::zip(&keys, "keys", &steps, lanes)
             }
             false => {
                 turn_rows(&keys, count, "turned_keys", wide, lanes)
@@ -235,12 +250,19 @@ impl<'a> Emitter<'a> {
     fn zero_sums(&self) -> String {
         let (plan, lanes) = (self.plan, self.plan.lanes);
         let vf = plan.element.vector();
-        format!(
-            "for (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_keys + c, ({vf}){{0}});\nfor (int64_t c = 0; c < {}; c += {lanes}) {vf}_store(d_values + c, \
-             ({vf}){{0}});\n",
-            plan.key_rows * plan.width,
-            plan.key_rows * plan.value_width
-        )
+        let sums = match plan.tiles() {
+            true => [
+                ("turned_d_keys", plan.width),
+                ("turned_d_values", plan.value_width),
+            ]
+            .map(|(sums, pitch)| (sums, round_up(pitch, plan.tile) * plan.ld)),
+            false => [("d_keys", plan.width), ("d_values", plan.value_width)]
+                .map(|(sums, pitch)| (sums, plan.key_rows * pitch)),
+        };
+        sums.map(|(sums, count)| {
+            format!("for (int64_t c = 0; c < {count}; c += {lanes}) {vf}_store({sums} + c, ({vf}){{0}});\n")
+        })
+        .concat()
     }
 
     /// Copies the queries of a block and the gradients of its results.
@@ -254,10 +276,22 @@ impl<'a> Emitter<'a> {
             true => {
                 let query_factors = self.of_queries(query, self.factors(self.key_size()));
                 let out_factors = self.of_queries(out, self.factors(self.value_size()));
-                pairs::zip(&queries, "zipped_queries", lanes)
-                    + &pairs::zip(&outs, "zipped_outs", lanes)
+                let all_pairs = match plan.tiles() {
+                    true => format!("tiles * {}", plan.tile / 2),
+                    false => "0".to_owned(),
+                };
+                let mut text = pairs::zip(&queries, "zipped_queries", &all_pairs, lanes)
+                    + &pairs::zip(&outs, "zipped_outs", &all_pairs, lanes)
                     + &pairs::copy(&query_factors, "queries", &all_rows)
-                    + &pairs::copy(&out_factors, "outs", &all_rows)
+                    + &pairs::copy(&out_factors, "outs", &all_rows);
+                if plan.tiles() {
+                    let half = plan.steps(plan.block);
+                    for (name, pitch) in [("queries", plan.width), ("outs", plan.value_width)] {
+                        let (zipped, turned) = (format!("zipped_{name}"), format!("turned_{name}"));
+                        text += &pairs::turn_zipped(&zipped, &turned, pitch, half, &all_pairs, lanes);
+                    }
+                }
+                text
             }
             false => {
                 copy_rows(&queries, "queries", &all_rows, "", lanes)
@@ -357,6 +391,9 @@ impl<'a> Emitter<'a> {
 
     /// Adds the product of a transposed strip and `rows`, `pitch` elements apart, to `to`.
     fn collect(&mut self, strip: &str, rows: &str, pitch: usize, to: &str) -> String {
+        if self.plan.tiles() {
+            return self.collect_turned(strip, rows, pitch, to);
+        }
         let (plan, ld, tile) = (self.plan, self.plan.ld, self.plan.tile);
         let (cast, b) = match plan.pairs() {
             true => (
@@ -383,26 +420,57 @@ impl<'a> Emitter<'a> {
                 ldc: pitch,
                 accumulate: true,
                 tiles: &(plan.key_rows / tile).to_string(),
-                before: &self.first_row(),
+                before: &self.first_row(&format!("i * {tile}")),
                 columns: pitch,
             },
             &mut self.helpers,
         )
     }
 
-    /// Statements that find `start`, the first row of the block that sees a key of tile `i`.
-    fn first_row(&self) -> String {
+    /// The same in tiles, whose rows lie along the depth: the sums are transposed. Transposed rows times the
+    /// strip, whose pairs of rows are a B as they are.
+    fn collect_turned(&mut self, strip: &str, rows: &str, pitch: usize, to: &str) -> String {
+        let (plan, ld, tile) = (self.plan, self.plan.ld, self.plan.tile);
+        let half = plan.steps(plan.block);
+        product(
+            plan,
+            &Product {
+                a: &format!("turned_{rows} + i * {} + start / 2", tile * half),
+                a_access: Access::Strided {
+                    free: half as i64,
+                    depth: 1,
+                },
+                b_access: Access::Strided {
+                    free: 1,
+                    depth: 2 * ld as i64,
+                },
+                b: &format!("(const bf16_pair *){strip} + start * {ld} + j"),
+                depth: &plan.steps_of("rows - start"),
+                c: &format!("turned_{to} + i * {} + j", tile * ld),
+                ldc: ld,
+                accumulate: true,
+                tiles: &pitch.div_ceil(tile).to_string(),
+                before: &self.first_row("j"),
+                columns: round_up(self.spec.extents.keys, plan.lanes),
+            },
+            &mut self.helpers,
+        )
+    }
+
+    /// Statements that find `start`, the first row of the block that sees `key` (a C expression) or one behind
+    /// it.
+    fn first_row(&self, key: &str) -> String {
         if !self.spec.varies() {
             return "const int64_t start = 0;".to_owned();
         }
-        // Pairs of rows begin at even ones.
-        let even = match self.plan.pairs() {
-            true => "\n        start &= ~INT64_C(1);",
-            false => "",
+        // Pairs of rows begin at even ones, and tiles of pairs where they do.
+        let even = match self.plan.factor {
+            Factor::Bf16Tile => "\n        start &= ~INT64_C(31);",
+            Factor::Bf16Pair => "\n        start &= ~INT64_C(1);",
+            _ => "",
         };
         format!(
-            "int64_t start = 0;\n        while (start < rows && n_of[start] <= i * {}) start++;\n        if (start == rows) continue;{even}",
-            self.plan.tile
+            "int64_t start = 0;\n        while (start < rows && n_of[start] <= {key}) start++;\n        if (start == rows) continue;{even}"
         )
     }
 
@@ -411,6 +479,27 @@ impl<'a> Emitter<'a> {
         let (tensors, lanes) = (self.tensors, self.plan.lanes);
         let keys = self.of_keys(&tensors.d_key, self.key_size());
         let values = self.of_keys(&tensors.d_value, self.value_size());
-        store_rows(&keys, "d_keys", "", lanes) + &store_rows(&values, "d_values", "", lanes)
+        self.turn_sums()
+            + &store_rows(&keys, "d_keys", "", lanes)
+            + &store_rows(&values, "d_values", "", lanes)
+    }
+
+    /// Transposes the gradients of keys and values that tiles added up.
+    fn turn_sums(&self) -> String {
+        let (plan, lanes) = (self.plan, self.plan.lanes);
+        if !plan.tiles() {
+            return String::new();
+        }
+        let (ld, keys) = (plan.ld, self.spec.extents.keys);
+        let turn = |(to, pitch): (&str, usize)| {
+            format!(
+                "for (int64_t j = 0; j < {keys}; j += {lanes})\n    for (int64_t c = 0; c < {pitch}; c += {lanes}) {{\n        vf line[{lanes}];\n        \
+                 KILN_UNROLL for (int l = 0; l < {lanes}; l++) line[l] = vf_load(turned_{to} + (c + l) * {ld} + j);\n        vf_transpose(line);\n        \
+                 KILN_UNROLL for (int l = 0; l < {lanes}; l++) vf_store({to} + (j + l) * {pitch} + c, line[l]);\n    }}\n"
+            )
+        };
+        [("d_keys", plan.width), ("d_values", plan.value_width)]
+            .map(turn)
+            .concat()
     }
 }

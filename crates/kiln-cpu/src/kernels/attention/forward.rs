@@ -101,13 +101,14 @@ impl<'a> Emitter<'a> {
             close,
         ];
         let stages: String = stages.iter().map(|stage| indent(stage, 8)).collect();
+        let [begin, end] = plan.around_tiles();
         format!(
             "/* Attention: {}; blocks of {} rows, tiles of {tile}. */\nstruct {name}_args {{\n{}    char *workspace;\n}};\nstatic void {name}_blocks(void \
-             *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)masked, (void)looked;\n    \
+             *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}{}{declare}    int64_t packed = -1, masked = -1, looked = -1;\n    (void)masked, (void)looked;\n{begin}    \
              for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t row0 = unit % {blocks} * {block}, plane = unit / {blocks};\n        const \
              int64_t batch = plane / {heads}, head = plane % {heads}, group = head / {share};\n        const int64_t rows = {queries} - row0 < {block} ? \
              {queries} - row0 : {block}, tiles = (rows + {tile} - 1) / {tile};\n        if (packed != batch * {groups} + group) {{\n            packed = batch * \
-             {groups} + group;\n{}        }}\n{stages}    }}\n}}\n",
+             {groups} + group;\n{}        }}\n{stages}    }}\n{end}}}\n",
             spec.shape_text(),
             plan.block,
             fields(&spec.params),
@@ -145,8 +146,9 @@ impl<'a> Emitter<'a> {
         };
         match plan.pairs() {
             true => {
-                pairs::turn(&key_rows, e.keys, "turned", PANEL * lanes, lanes)
-                    + &pairs::zip(&value_rows, "values", lanes)
+                let (deep, steps) = (plan.steps(e.width), plan.steps(e.keys).to_string());
+                pairs::turn(&key_rows, e.keys, deep, "turned", PANEL * lanes, lanes)
+                    + &pairs::zip(&value_rows, "values", &steps, lanes)
             }
             false => {
                 turn_rows(&key_rows, e.keys, "turned", PANEL * lanes, lanes)

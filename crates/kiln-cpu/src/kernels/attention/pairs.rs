@@ -39,8 +39,8 @@ pub(super) fn copy(rows: &Rows<'_>, to: &str, all: &str) -> String {
 }
 
 /// Copies pairs of rows to `to`: row `p` of `pitch` pairs has the elements of rows `2 p` and `2 p + 1`, or
-/// zero for rows past the last.
-pub(super) fn zip(rows: &Rows<'_>, to: &str, lanes: usize) -> String {
+/// zero for rows past the last. Rows of pairs up to `all` (a C expression) become zero.
+pub(super) fn zip(rows: &Rows<'_>, to: &str, all: &str, lanes: usize) -> String {
     let Rows {
         view,
         head,
@@ -57,13 +57,39 @@ pub(super) fn zip(rows: &Rows<'_>, to: &str, lanes: usize) -> String {
         "for (int64_t r = 0; r < {rows}; r += 2) {{\n    bf16_pair *to = {to} + r / 2 * {pitch};\n    const uint16_t *low = {from} + ({first} + r) * \
          {row}, *high = low + {row};\n    if (r + 1 < {rows}) {{\n        for (int64_t c = 0; c < {whole}; c += {lanes}) vu_store(to + c, vu_zip_bf16(low + c, \
          high + c));\n        for (int64_t c = {whole}; c < {width}; c++) to[c] = low[c * {element}] | (uint32_t)high[c * {element}] << 16;\n    }} else {{\n        \
-         for (int64_t c = 0; c < {width}; c++) to[c] = low[c * {element}];\n    }}\n    for (int64_t c = {width}; c < {pitch}; c++) to[c] = 0;\n}}\n"
+         for (int64_t c = 0; c < {width}; c++) to[c] = low[c * {element}];\n    }}\n    for (int64_t c = {width}; c < {pitch}; c++) to[c] = 0;\n}}\n\
+         for (int64_t p = ({rows} + 1) / 2; p < {all}; p++)\n    for (int64_t c = 0; c < {pitch}; c++) ({to})[p * {pitch} + c] = 0;\n"
+    )
+}
+
+/// Transposes pairs of rows: row `c` of `turned`, `all` pairs long, has element `c` of each of the rows of pairs
+/// at `zipped`. Both extents are whole vectors.
+pub(super) fn turn_zipped(
+    zipped: &str,
+    turned: &str,
+    pitch: usize,
+    all: usize,
+    rows: &str,
+    lanes: usize,
+) -> String {
+    format!(
+        "for (int64_t p = 0; p < {rows}; p += {lanes})\n    for (int64_t c = 0; c < {pitch}; c += {lanes}) {{\n        vu line[{lanes}];\n        \
+         KILN_UNROLL for (int l = 0; l < {lanes}; l++) line[l] = vu_load({zipped} + (p + l) * {pitch} + c);\n        vu_transpose(line);\n        \
+         KILN_UNROLL for (int l = 0; l < {lanes}; l++) vu_store({turned} + (c + l) * {all} + p, line[l]);\n    }}\n"
     )
 }
 
 /// Packs all `keys` rows of a head transposed, in panels as [`super::pack::turn_rows`] does: pair `c` of row
 /// `j` is at `to + panel start * steps + c * panel width + column`.
-pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: usize) -> String {
+/// Rows have `steps` pairs, zeros behind their last element.
+pub(super) fn turn(
+    rows: &Rows<'_>,
+    keys: usize,
+    steps: usize,
+    to: &str,
+    panel: usize,
+    lanes: usize,
+) -> String {
     let Rows {
         view, head, width, ..
     } = *rows;
@@ -71,7 +97,6 @@ pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: 
     let [_, _, row, element] = view.strides;
     let all = keys.div_ceil(lanes) * lanes;
     let full = all / panel * panel;
-    let steps = width.div_ceil(2);
     let place = format!(
         "const int64_t first = j / {panel} * {panel}, pitch = first < {full} ? {panel} : {last};\n    bf16_pair *to = {to} + first * {steps} + (j - \
          first);\n",
@@ -80,7 +105,7 @@ pub(super) fn turn(rows: &Rows<'_>, keys: usize, to: &str, panel: usize, lanes: 
     if element != 1 {
         return format!(
             "for (int64_t j = 0; j < {all}; j++) {{\n    {place}    const uint16_t *from = {from} + j * {row};\n    for (int64_t c = 0; c < {steps}; c++)\n        to[c * \
-             pitch] = j >= {keys} ? 0 : from[2 * c * {element}] | (2 * c + 1 < {width} ? (uint32_t)from[(2 * c + 1) * {element}] << 16 : 0);\n}}\n"
+             pitch] = j >= {keys} || 2 * c >= {width} ? 0 : from[2 * c * {element}] | (2 * c + 1 < {width} ? (uint32_t)from[(2 * c + 1) * {element}] << 16 : 0);\n}}\n"
         );
     }
     let load = "vu_load((const bf16_pair *)(from + l * ROW + 2 * c))".replace("ROW", &row.to_string());
@@ -114,11 +139,20 @@ pub(super) fn round_row(x: &str, to: &str, lanes: usize) -> String {
 /// p`, in place; before, those of the gradients of scores become rows of pairs at `d_pairs`.
 pub(super) fn round_strips(plan: &AttentionPlan) -> String {
     let (ld, pitch, lanes) = (plan.ld, plan.pair_ld(), plan.lanes);
+    // Rows up to the end of the last tile are zero, because products add them up.
+    let rest = match plan.tiles() {
+        true => format!(
+            "for (int64_t r = (rows + 1) / 2 * 2; r < tiles * {}; r += 2)\n    for (int64_t j = 0; j < end; j += {lanes}) {{\n        vf_store(strip + r * \
+             {ld} + j, (vf){{0}});\n        vf_store(d_strip + r * {ld} + j, (vf){{0}});\n    }}\n",
+            plan.tile
+        ),
+        false => String::new(),
+    };
     format!(
         "for (int64_t r = 0; r < rows; r++) {{\n    const float *d = d_strip + r * {ld};\n    bf16_pair *to = d_pairs + r * {pitch};\n    {}}}\nfor (int64_t r = 0; r < rows; r += \
          2) {{\n    float *x = strip + r * {ld}, *d = d_strip + r * {ld};\n    const int both = r + 1 < rows;\n    for (int64_t j = 0; j < end; j += {lanes}) {{\n        const vf \
          x1 = both ? vf_load(x + {ld} + j) : (vf){{0}}, d1 = both ? vf_load(d + {ld} + j) : (vf){{0}};\n        vu_store((bf16_pair *)x + j, vu_zip_vf(vf_load(x + j), \
-         x1));\n        vu_store((bf16_pair *)d + j, vu_zip_vf(vf_load(d + j), d1));\n    }}\n}}\n",
+         x1));\n        vu_store((bf16_pair *)d + j, vu_zip_vf(vf_load(d + j), d1));\n    }}\n}}\n{rest}",
         round_row("d", "to", lanes)
     )
 }

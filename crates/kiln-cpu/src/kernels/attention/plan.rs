@@ -5,8 +5,9 @@ use std::collections::BTreeSet;
 use super::AttentionSpec;
 use crate::isa::Isa;
 use crate::kernels::element::{Element, Factor, Storage};
+use crate::kernels::tile::amx::{self, EXTENT};
 use crate::kernels::tile::{self, Access, Tile};
-use crate::kernels::{Helper, round_up};
+use crate::kernels::{Helper, indent, round_up};
 use crate::policy::{ATTENTION_ROWS, ATTENTION_STRIP, SERIAL_ATTENTION};
 
 /// Vectors in a column panel.
@@ -42,16 +43,24 @@ impl AttentionPlan {
         let e = &spec.extents;
         let element = spec.storage.element();
         let lanes = element.lanes(isa);
+        let factor = match spec.storage {
+            Storage::BF16 if isa.has_tiles() && (spec.tallest || fills_tiles(spec)) => Factor::Bf16Tile,
+            // Processors with tiles multiply pairs at less than the rate of f32: attention took 1.6 times as
+            // long.
+            Storage::BF16 if isa.has_bf16_pairs() && !isa.has_tiles() => Factor::Bf16Pair,
+            _ => element.into(),
+        };
         let tallest = tile::max_rows(isa, PANEL);
-        let tile = match spec.tallest {
-            true => tallest,
-            false => tile_rows(e.queries, tallest),
+        let (tile, unit) = match factor {
+            Factor::Bf16Tile => (amx::MAX_ROWS, 2 * EXTENT),
+            _ if spec.tallest => (tallest, lanes),
+            _ => (tile_rows(e.queries, tallest), lanes),
         };
         let key_rows = round_up(e.keys, tile);
-        let ld = round_up(e.keys.max(key_rows), lanes);
+        let ld = round_up(e.keys.max(key_rows), unit);
         // Rows whose distance is a multiple of 1 KiB share few lines of L1.
         let ld = if (ld * element.bytes()).is_multiple_of(1024) {
-            ld + lanes
+            ld + unit
         } else {
             ld
         };
@@ -60,13 +69,6 @@ impl AttentionPlan {
         let count = e.queries.div_ceil(most).max(1);
         let block = round_up(e.queries.div_ceil(count).max(1), tile);
         let work = e.batch * e.heads * e.queries * e.keys * (e.width + e.value_width);
-        // Processors with tiles multiply pairs at less than the rate of f32: attention took 1.6 times as
-        // long.
-        let pairs = isa.has_bf16_pairs() && !isa.has_tiles();
-        let factor = match spec.storage == Storage::BF16 && pairs {
-            true => Factor::Bf16Pair,
-            false => element.into(),
-        };
         Self {
             element,
             factor,
@@ -83,21 +85,45 @@ impl AttentionPlan {
         }
     }
 
-    /// Whether products multiply pairs.
+    /// Whether products multiply pairs, one by one or in tiles.
     pub fn pairs(&self) -> bool {
-        self.factor == Factor::Bf16Pair
+        self.factor.depth() == 2
     }
 
-    /// How many factors hold so many elements.
+    /// Whether products multiply tiles of pairs.
+    pub fn tiles(&self) -> bool {
+        self.factor == Factor::Bf16Tile
+    }
+
+    /// Statements in front of the first tile of AMX and behind the last one.
+    pub fn around_tiles(&self) -> [String; 2] {
+        match self.tiles() {
+            true => [amx::BEGIN, amx::END].map(|statement| indent(statement, 4)),
+            false => Default::default(),
+        }
+    }
+
+    /// How many factors hold so many elements; whole tiles of them.
     pub fn steps(&self, elements: usize) -> usize {
-        elements.div_ceil(self.factor.depth())
+        round_up(elements.div_ceil(self.factor.depth()), self.factor.steps())
     }
 
     /// C expression of how many factors hold the elements that the C expression `elements` counts.
     pub fn steps_of(&self, elements: &str) -> String {
-        match self.pairs() {
-            true => format!("(({elements}) + 1) / 2"),
-            false => elements.to_owned(),
+        match self.factor {
+            Factor::Bf16Tile => format!("(({elements}) + 31) / 32 * 16"),
+            Factor::Bf16Pair => format!("(({elements}) + 1) / 2"),
+            _ => elements.to_owned(),
+        }
+    }
+
+    /// C expression of where strips end whose rows see `most` keys (a C variable) at most: they are zero
+    /// behind what they see, as far as products read them.
+    pub fn strip_end(&self) -> String {
+        let (tile, ld) = (self.tile, self.ld);
+        match self.tiles() {
+            true => "(most + 31) / 32 * 32".to_owned(),
+            false => format!("most + {tile} < {ld} ? most + {tile} : {ld}"),
         }
     }
 
@@ -119,6 +145,18 @@ impl AttentionPlan {
     pub fn turned(&self, keys: usize, width: usize) -> usize {
         round_up(keys, self.lanes) * self.steps(width)
     }
+}
+
+/// Whether an attention fills tiles of AMX so far that they pay: they multiply at some six times the rate of
+/// f32, and their strips are rounded.
+fn fills_tiles(spec: &AttentionSpec) -> bool {
+    let e = &spec.extents;
+    let volume = |unit: usize| {
+        let [queries, keys] = [e.queries, e.keys].map(|extent| round_up(extent, unit));
+        let [width, value_width] = [e.width, e.value_width].map(|extent| round_up(extent, unit));
+        queries * keys * (width + value_width)
+    };
+    volume(2 * EXTENT) <= 3 * volume(1)
 }
 
 /// The height of tiles that wastes least on the last of `rows` rows. Among nearly equal heights it is the
@@ -162,7 +200,22 @@ pub(super) struct Product<'a> {
 /// The loops of a product; adds the tile functions that they call to `helpers`. The loop over panels is
 /// outermost: a panel stays in L1 while tiles pass.
 pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut BTreeSet<Helper>) -> String {
+    let accumulate = u8::from(product.accumulate);
     let mut call = |vectors: usize| {
+        if plan.tiles() {
+            let helper = amx::rows(vectors);
+            let (lda, ldb) = match (product.a_access, product.b_access) {
+                (Access::Strided { free, depth: 1 }, Access::Strided { free: 1, depth }) => (free, depth),
+                (Access::Strided { free, depth: 1 }, _) => (free, (vectors * plan.lanes) as i64),
+                (a, _) => unreachable!("tiles have rows along the depth, not {a:?}"),
+            };
+            let text = format!(
+                "{}({}, {lda}, {}, {ldb}, {}, {}, {}, {accumulate});",
+                helper.name, product.a, product.b, product.depth, product.c, product.ldc
+            );
+            helpers.insert(helper);
+            return text;
+        }
         let tile = Tile {
             rows: plan.tile,
             vectors,
@@ -174,14 +227,13 @@ pub(super) fn product(plan: &AttentionPlan, product: &Product<'_>, helpers: &mut
         };
         helpers.insert(tile.helper(plan.isa));
         format!(
-            "{}({}, {}, {}, {}, {}, {});",
+            "{}({}, {}, {}, {}, {}, {accumulate});",
             tile.name(),
             product.a,
             product.b,
             product.depth,
             product.c,
             product.ldc,
-            u8::from(product.accumulate)
         )
     };
     let vectors = product.columns / plan.lanes;

@@ -55,10 +55,10 @@ impl VisibleKeys {
         let tiles = plan.block / tile;
         let by_block = format!(
             "/* How many keys each row sees, and each tile of rows. */\nint32_t n_of[{}], limit_of[{tiles}];\nfor (int64_t t = 0; t < {tiles}; t++) limit_of[t] = 0;\nint64_t most = 0;\nfor (int64_t r = 0; r < rows; r++) {{\n{}    n_of[r] = (int32_t)n;\n    if \
-             (limit_of[r / {tile}] < n) limit_of[r / {tile}] = (int32_t)n;\n    if (most < n) most = n;\n}}\nconst int64_t end = most + {tile} < {ld} ? \
-             most + {tile} : {ld};\n",
+             (limit_of[r / {tile}] < n) limit_of[r / {tile}] = (int32_t)n;\n    if (most < n) most = n;\n}}\nconst int64_t end = {};\n",
             plan.block,
             indent(&bounds, 4),
+            plan.strip_end(),
         );
         Self {
             by_head,

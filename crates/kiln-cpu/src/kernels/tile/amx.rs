@@ -172,6 +172,31 @@ pub fn beside() -> Helper {
     function(name, &head, &body)
 }
 
+/// The function of 32 rows of A and of 16 or 32 columns of B, which lie in memory as rows of pairs, `lda` and
+/// `ldb` pairs apart:
+///
+/// ```c
+/// void name(const bf16_pair *a, int64_t lda, const bf16_pair *b, int64_t ldb, int64_t depth, float *c, int64_t ldc, int accumulate);
+/// ```
+/// `depth` is a multiple of 16, and may be zero.
+pub fn rows(wide: usize) -> Helper {
+    debug_assert!((1..=MOST).contains(&wide));
+    let name = format!("kiln_tile_amx_rows_{MAX_ROWS}x{wide}");
+    let head = format!(
+        "void {name}(const bf16_pair *a, int64_t lda, const bf16_pair *b, int64_t ldb, int64_t depth, float *c, int64_t ldc, int accumulate)"
+    );
+    let sums = Sums { high: MOST, wide };
+    let row = |i: usize, register| format!("kiln_tile_load({register}, a + {} * lda, lda);\n", i * EXTENT);
+    let column = |j: usize, register| format!("kiln_tile_load({register}, b + {}, ldb);\n", j * EXTENT);
+    let body = format!(
+        "{}for (int64_t k = 0; k < depth; k += {EXTENT}, a += {EXTENT}, b += {EXTENT} * ldb) {{\n{}}}\n{}",
+        sums.begin(),
+        indent(&sums.step(&row, &column), 4),
+        sums.store(),
+    );
+    function(name, &head, &body)
+}
+
 /// The sums of a function, `high` by `wide` tiles in the registers from 0 on.
 #[derive(Clone, Copy)]
 struct Sums {
