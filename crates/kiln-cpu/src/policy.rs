@@ -126,6 +126,21 @@ pub const BLOCKS_STREAMED: usize = 2;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
+/// A product of vectors is deep if its result has so few elements for each of its operands (`m n` of `(m + n) k`, in
+/// percent): it is added up in [`DEEP_SLICES`] of the depth, which many threads share. A thread then reads its slice
+/// of the operands, and others read its `m n` sums, where blocks of the result would have it read whole panels that
+/// other cores packed.
+pub const DEEP_RESULT: usize = 12;
+
+/// Slices of the depth of a deep product: one for each thread of the machine on which they were measured.
+pub const DEEP_SLICES: usize = 16;
+
+/// Fewest elements of the depth of a slice.
+pub const DEEP_SLICE: usize = 128;
+
+/// Threads from which they share slices; fewer add them up one after the other, in the same order.
+pub const DEEP_THREADS: usize = 8;
+
 /// Most steps of the depth (pairs of bf16) in which panels of AMX tiles meet at a time on few threads: 32
 /// rows are 24 KiB, which stay in L1 while panels of columns pass. 160 to 320 steps took the same time within
 /// a twentieth.

@@ -255,8 +255,8 @@ fn check(cases: &[Case], seed: u64) {
 }
 
 /// Runs the cases, as threads so many share them, on every instruction set and compares each output, gaps
-/// included, with the reference.
-fn check_shared(cases: &[Case], seed: u64, threads: usize) {
+/// included, with the reference. Gives the outputs of each instruction set.
+fn check_shared(cases: &[Case], seed: u64, threads: usize) -> Vec<Vec<Vec<f32>>> {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);
     let data: Vec<[Vec<f32>; 4]> = cases
@@ -286,6 +286,7 @@ fn check_shared(cases: &[Case], seed: u64, threads: usize) {
         .flat_map(|[a, b, bias, _]| [&a[..], &b[..], &bias[..]])
         .collect();
     let outputs: Vec<&[f32]> = stored.iter().map(|[_, _, _, c]| &c[..]).collect();
+    let mut all = Vec::new();
     for (position, isa) in instruction_sets(&toolchain).into_iter().enumerate() {
         // All cases on the widest vectors; the first half is enough to see that other widths work alike.
         let count = if position == 0 {
@@ -309,7 +310,9 @@ fn check_shared(cases: &[Case], seed: u64, threads: usize) {
             let error = distance(result, &case.reference(a, b, bias, c));
             assert!(error < case.bound(), "{isa}: error {error} in {case:?}");
         }
+        all.push(results);
     }
+    all
 }
 
 #[test]
@@ -328,7 +331,7 @@ fn random_products_of_bf16_match_f64() {
         .collect();
     [2, 3]
         .into_iter()
-        .for_each(|threads| check_shared(&cases, 22, threads));
+        .for_each(|threads| drop(check_shared(&cases, 22, threads)));
 }
 
 fn dense(m: usize, n: usize, k: usize, transposed: [bool; 3]) -> Case {
@@ -404,17 +407,17 @@ fn whole_and_partial_tiles_of_bf16_match_f64() {
     cases.push(last);
     [2, 3]
         .into_iter()
-        .for_each(|threads| check_shared(&cases, 31, threads));
+        .for_each(|threads| drop(check_shared(&cases, 31, threads)));
 }
 
-/// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, with
-/// the depth cut, and with a prologue and an epilogue.
+/// Gradients of weights, which many threads share in blocks: even ones, such that end within a panel, and
+/// with a prologue and an epilogue.
 #[test]
 fn products_that_threads_share_in_blocks_match_f64() {
     let mut cases = vec![
-        dense(70, 131, 4096, [true, true, false]),
-        dense(160, 240, 4500, [true, true, false]),
-        dense(150, 75, 3700, [true, true, true]),
+        dense(280, 290, 2000, [true, true, false]),
+        dense(301, 275, 2040, [true, true, false]),
+        dense(270, 310, 1999, [true, true, true]),
     ];
     cases[1].epilogue = true;
     cases[2].prologue = true;
@@ -423,6 +426,29 @@ fn products_that_threads_share_in_blocks_match_f64() {
         assert!(text.contains("threads share blocks"), "{case:?}");
     }
     check_shared(&cases, 41, 16);
+}
+
+/// Deep products of few results, of which many threads share slices of the depth and few add them up one after
+/// the other: with the same bits. Depths that are cut as well, last slices of any size, with a prologue and an
+/// epilogue.
+#[test]
+fn deep_products_have_the_same_bits_with_any_number_of_threads() {
+    let mut cases = vec![
+        dense(70, 131, 4096, [true, true, false]),
+        dense(160, 240, 4500, [true, true, false]),
+        dense(150, 75, 3701, [true, true, true]),
+        dense(50, 96, 12_345, [true, true, false]),
+        dense(90, 130, 2050, [true, true, false]).of_bf16(Storage::BF16),
+    ];
+    cases[1].epilogue = true;
+    cases[2].prologue = true;
+    for case in &cases[..4] {
+        let text = |threads| case.kernel("gemm".to_owned(), Isa::Avx512, threads).source;
+        assert!(text(16).contains("threads share the depth"), "{case:?}");
+        assert!(text(2).contains("steps at a time"), "{case:?}");
+    }
+    let [many, few, one] = [16, 2, 1].map(|threads| check_shared(&cases, 43, threads));
+    assert!(many == few && few == one, "sums depend on the number of threads");
 }
 
 /// Deep products of tiles whose panels meet in chunks of the depth: in partial sums of a depth that is cut,

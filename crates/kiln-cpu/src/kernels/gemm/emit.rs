@@ -90,6 +90,7 @@ impl Emitter<'_> {
                 Parallel::Panels if plan.shared => ", threads share blocks",
                 Parallel::Panels if plan.stream == Stream::Rows => ", threads share the rows",
                 Parallel::Panels => ", threads share the columns",
+                Parallel::Depth => ", threads share the depth",
             },
             if plan.cuts > 1 {
                 format!(", depth in {} cuts", plan.cuts)
@@ -119,8 +120,13 @@ impl Emitter<'_> {
                 !self.spec.n.is_multiple_of(plan.lanes),
             ));
         }
-        out.push_str(&self.stationary());
-        out.push_str(&self.panels());
+        match plan.parallel {
+            Parallel::Depth => out.push_str(&self.slices()),
+            _ => {
+                out.push_str(&self.stationary());
+                out.push_str(&self.panels());
+            }
+        }
         out.push_str(&self.entry(head));
         (out, self.tiles)
     }
@@ -293,6 +299,19 @@ impl Emitter<'_> {
             }
             _ => format!("{name}_{part}(&args, 0, {panels}, 0);\n"),
         };
+        let initial = format!(
+            "{}.workspace = workspace, .start = 0, .depth = {}, .from_zero = 1, .to_end = 1",
+            pack_fields(params),
+            plan.depth
+        );
+        if plan.parallel == Parallel::Depth {
+            return format!(
+                "{head} {{\n    struct {name}_args args = {{{initial}}};\n    rt->parallel_for(rt->pool, {}, 1, {name}_slices, &args);\n    \
+                 rt->parallel_for(rt->pool, {}, 1, {name}_sums, &args);\n}}\n",
+                plan.slices().1,
+                self.spec.m,
+            );
+        }
         let (streamed, stationary) = plan.panels();
         let mut once = String::new();
         if self.stationary_packed() {
@@ -318,11 +337,6 @@ impl Emitter<'_> {
                 depth = plan.depth
             );
         }
-        let initial = format!(
-            "{}.workspace = workspace, .start = 0, .depth = {}, .from_zero = 1, .to_end = 1",
-            pack_fields(params),
-            plan.depth
-        );
         if plan.parallel == Parallel::Batch {
             return format!(
                 "static void {name}_batch(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct {name}_args args \

@@ -23,7 +23,7 @@ enum Sums<'a> {
 
 impl<'a> Emitter<'a> {
     /// Calls of the tile functions that differ in height and width, chosen at run time.
-    fn tile_calls(&mut self) -> String {
+    pub(super) fn tile_calls(&mut self) -> String {
         let (plan, factor, m) = (self.plan, self.plan.factor, self.spec.m);
         let access = |packed: bool, operand: &super::Operand<'_>| match (&operand.memory, &operand.halves) {
             (Some(memory), _) if !packed => Access::Strided {
@@ -62,6 +62,16 @@ impl<'a> Emitter<'a> {
                      steps * {});",
                     amx::lines_ahead(rows / amx::EXTENT),
                     amx::lines_ahead(vectors),
+                ),
+                false if plan.parallel == Parallel::Depth => {
+                    format!("{name}(tile_a, tile_b, depth, target, ldc, 0);")
+                }
+                // Each chunk is added up by itself.
+                false if plan.in_chunks() => format!(
+                    "for (int64_t done = 0; done < args->depth; done += {chunk}) {name}(tile_a + done * {rows}, tile_b + done * {}, args->depth - done < {chunk} ? args->depth - done : {chunk}, \
+                     target, ldc, done > 0 || !args->from_zero);",
+                    vectors * plan.lanes,
+                    chunk = plan.chunk,
                 ),
                 false => format!("{name}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);"),
             }

@@ -7,7 +7,8 @@ use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
-    BATCH_PRODUCT, PACK_STEPS, PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
+    BATCH_PRODUCT, DEEP_RESULT, DEEP_SLICE, DEEP_SLICES, DEEP_THREADS, PACK_STEPS, PRODUCT_DEPTH,
+    SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
 };
 
 /// The unit of work that threads share.
@@ -19,6 +20,8 @@ pub(super) enum Parallel {
     Batch,
     /// The streamed panels of each product.
     Panels,
+    /// Slices of the depth.
+    Depth,
 }
 
 /// Which operand each thread takes some panels of.
@@ -49,7 +52,8 @@ pub(super) struct ProductPlan {
     /// Depth of each cut but the last.
     pub depth: usize,
     pub cuts: usize,
-    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it.
+    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it. Each chunk of a
+    /// product of vectors is added up by itself; these are the slices that threads may share.
     pub chunk: usize,
     pub a_packed: bool,
     pub b_packed: bool,
@@ -83,7 +87,17 @@ impl ProductPlan {
         let column_panels = n.div_ceil(width);
         let last_vectors = (n - (column_panels - 1) * width).div_ceil(lanes);
         let near = tiles && spec.threads <= TILE_DEPTH_THREADS;
-        let depth = Depth::new(spec, factor, lanes, near);
+        let packed = [
+            pack_a(&spec.a, factor, spec.k, n, lanes),
+            factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
+        ];
+        let depth = Depth::new(spec, factor, lanes, near, packed);
+        let parallel = match Parallel::of(spec) {
+            Parallel::Panels if !tiles && depth.chunk < depth.each && spec.threads >= DEEP_THREADS => {
+                Parallel::Depth
+            }
+            parallel => parallel,
+        };
         // Tiles store whole vectors, and those of AMX whole tiles. Sums of several chunks add up faster in a
         // block, where rows are near each other.
         let in_result = spec
@@ -92,12 +106,8 @@ impl ProductPlan {
             .as_ref()
             .is_some_and(|memory| memory.col_stride == 1)
             && n.is_multiple_of(lanes)
-            && (!tiles || m.is_multiple_of(amx::EXTENT) && depth.chunk == depth.each);
-        let parallel = Parallel::of(spec);
-        let packed = [
-            pack_a(&spec.a, factor, spec.k, n, lanes),
-            factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
-        ];
+            && (!tiles || m.is_multiple_of(amx::EXTENT) && depth.chunk == depth.each)
+            && parallel != Parallel::Depth;
         let tallest = match tiles {
             true => amx::MAX_ROWS.min(round_up(m, amx::EXTENT)),
             false => tile::max_rows(isa, vectors),
@@ -159,6 +169,13 @@ impl ProductPlan {
     /// Whether panels meet in chunks of the depth.
     pub fn in_chunks(&self) -> bool {
         self.chunk < self.depth
+    }
+
+    /// Slices of each cut of the depth, and of all cuts.
+    pub fn slices(&self) -> (usize, usize) {
+        let of = |depth: usize| depth.div_ceil(self.chunk);
+        let last = self.all - (self.cuts - 1) * self.depth;
+        (of(self.depth), (self.cuts - 1) * of(self.depth) + of(last))
     }
 
     /// Steps of streamed panels that are packed at a time.
@@ -235,8 +252,8 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// The depth of a product of `factor`s; see [`ProductPlan::near`].
-    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, near: bool) -> Self {
+    /// The depth of a product of `factor`s; see [`ProductPlan::near`]. `packed` says whether A and B are.
+    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, near: bool, packed: [bool; 2]) -> Self {
         let all = round_up(spec.k.div_ceil(factor.depth()), factor.steps());
         let longest = spec
             .a
@@ -250,9 +267,16 @@ impl Depth {
             _ if longest == PRODUCT_DEPTH => round_up(all.div_ceil(cuts), lanes),
             _ => longest,
         };
-        let chunk = match near {
-            true => round_up(each.div_ceil(each.div_ceil(TILE_DEPTH)), amx::EXTENT),
-            false => each,
+        let evenly = |longest: usize| each.div_ceil(each.div_ceil(longest).max(1));
+        let chunk = match factor {
+            Factor::Bf16Tile if near => round_up(evenly(TILE_DEPTH), amx::EXTENT),
+            Factor::Bf16Tile => each,
+            // What follows from the shape alone decides how sums are added up.
+            _ if packed == [true; 2] && is_deep(spec) => {
+                let slice = spec.k.div_ceil(DEEP_SLICES).max(DEEP_SLICE);
+                evenly(slice.div_ceil(factor.depth()))
+            }
+            _ => each,
         };
         Self {
             all,
@@ -261,6 +285,14 @@ impl Depth {
             chunk,
         }
     }
+}
+
+/// See [`DEEP_RESULT`].
+fn is_deep(spec: &GemmSpec<'_>) -> bool {
+    let (m, n, k) = (spec.m, spec.n, spec.k);
+    let few =
+        m.saturating_mul(n).saturating_mul(100) <= (m + n).saturating_mul(k).saturating_mul(DEEP_RESULT);
+    spec.batch == 1 && few && k >= DEEP_SLICES * DEEP_SLICE && 2 * m * n * k >= SERIAL_PRODUCT
 }
 
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
@@ -316,11 +348,21 @@ mod tests {
         transposed: [bool; 2],
         threads: usize,
     ) -> Option<[usize; 2]> {
+        let plan = ProductPlan::new(&spec(storage, [m, n, k], transposed, threads), Isa::AmxBf16);
+        plan.shared.then_some([plan.group, plan.part])
+    }
+
+    fn spec(
+        storage: Storage,
+        [m, n, k]: [usize; 3],
+        transposed: [bool; 2],
+        threads: usize,
+    ) -> GemmSpec<'static> {
         let operand = |free: usize, transposed: bool| {
             let (free, depth) = if transposed { (1, free) } else { (k, 1) };
             Operand::stored(storage, "x", &[], free as i64, depth as i64)
         };
-        let spec = GemmSpec {
+        GemmSpec {
             name: String::new(),
             comment: String::new(),
             batch: 1,
@@ -332,9 +374,7 @@ mod tests {
             epilogue: Epilogue::store("y", &[], n as i64, 1),
             params: Vec::new(),
             threads,
-        };
-        let plan = ProductPlan::new(&spec, Isa::AmxBf16);
-        plan.shared.then_some([plan.group, plan.part])
+        }
     }
 
     #[test]
@@ -352,13 +392,23 @@ mod tests {
     }
 
     #[test]
-    fn threads_share_blocks_of_deep_products() {
-        let blocks_of = |sizes, transposed, threads| blocks_of(Storage::F32, sizes, transposed, threads);
-        // Of llama-15m: the gradient of a weight, which two threads read fast enough, and the layer itself.
-        assert!(blocks_of([288, 768, 4096], [true, true], 16).is_some());
-        assert_eq!(blocks_of([288, 768, 4096], [true, true], 2), None);
-        assert_eq!(blocks_of([4096, 768, 288], [false, true], 16), None);
-        // Of bert-base: each thread streams enough rows.
-        assert_eq!(blocks_of([768, 768, 2048], [true, true], 16), None);
+    fn threads_share_slices_of_deep_products() {
+        let plan = |[m, n, k]: [usize; 3], threads| {
+            let spec = spec(Storage::F32, [m, n, k], [true, true], threads);
+            ProductPlan::new(&spec, Isa::AmxBf16)
+        };
+        // Of llama-15m: the gradient of a weight. Two threads add up the same slices, one after the other.
+        let [many, few] = [16, 2].map(|threads| plan([288, 768, 4096], threads));
+        assert_eq!((many.parallel, few.parallel), (Parallel::Depth, Parallel::Panels));
+        assert_eq!((many.chunk, few.chunk), (256, 256));
+        assert_eq!(many.slices(), (16, 16));
+        // Of bert-base: as many results as a thread reads of the operands.
+        assert_eq!(plan([768, 768, 2048], 16).parallel, Parallel::Panels);
+        // A depth that is cut has slices of its cuts.
+        let cut = plan([64, 256, 50_176], 16);
+        assert_eq!(
+            (cut.cuts, cut.depth, cut.chunk, cut.slices()),
+            (13, 3872, 1936, (2, 26))
+        );
     }
 }

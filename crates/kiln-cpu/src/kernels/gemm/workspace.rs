@@ -17,8 +17,10 @@ pub(super) struct Workspace {
     pub stationary: usize,
     /// Partial sums, if the depth is cut.
     pub partial: usize,
-    /// First thread's streamed panels.
+    /// First thread's streamed panels; of slices of the depth, those of A.
     pub streamed: usize,
+    /// From a thread's panels of A to those of B, where threads share slices.
+    pub columns: usize,
     /// Distance between the streamed panels of two threads.
     pub streamed_each: usize,
     /// First thread's block of sums that wait for the epilogue.
@@ -59,6 +61,23 @@ impl Workspace {
                 },
             ),
         };
+        if plan.parallel == Parallel::Depth {
+            let [a, b] = [plan.padded_rows(spec.m), plan.padded_columns()];
+            let partial = floats(plan.slices().1 * a * b);
+            let [a, b] = [a, b].map(|extent| floats(extent * plan.chunk));
+            return Self {
+                stationary: 0,
+                partial: 0,
+                streamed: partial,
+                columns: a,
+                streamed_each: a + b,
+                block: 0,
+                block_each: 0,
+                block_ld: 0,
+                each: 0,
+                total: partial + (a + b) * spec.threads,
+            };
+        }
         let partial = if plan.cuts > 1 && !plan.in_result {
             floats(plan.padded_rows(spec.m) * plan.padded_columns())
         } else {
@@ -107,6 +126,7 @@ impl Workspace {
             stationary: 0,
             partial: stationary,
             streamed: shared,
+            columns: 0,
             streamed_each,
             block,
             block_each,
