@@ -26,26 +26,48 @@ impl Emitter<'_> {
             workspace.streamed, workspace.streamed_each
         );
         let partial = format!("({real} *)(args->workspace + {})", workspace.partial);
+        let pack = |letter: &str, panels: usize, to: &str, first: &str| {
+            format!(
+                "for (int64_t panel = 0; panel < {panels}; panel++) {name}_pack_{letter}(args, panel, 0, depth, 0, {to} + {first} * depth);\n"
+            )
+        };
+        let (pack_a, a) = match plan.a_packed {
+            true => (
+                pack("a", plan.row_panels, "rows_of", &self.first_row("panel")),
+                "rows_of + row * depth".to_owned(),
+            ),
+            false => (String::new(), self.in_place(&spec.a, "row")),
+        };
+        let (pack_b, b) = match plan.b_packed {
+            true => (
+                pack("b", plan.column_panels, "columns_of", &format!("panel * {width}")),
+                "columns_of + col * depth".to_owned(),
+            ),
+            false => (String::new(), self.in_place(&spec.b, "col")),
+        };
         let slice = format!(
             "const int64_t start = unit / {per_cut} * {depth} + unit % {per_cut} * {chunk}, stop = (unit / {per_cut} + 1) * {depth};\n\
              const int64_t last = stop < {all} ? stop : {all}, depth = last - start < {chunk} ? last - start : {chunk};\n\
-             struct {name}_args slice = *args;\n\
+             struct {name}_args slice = *(const struct {name}_args *)ctx;\n\
              slice.start = start, slice.depth = depth;\n\
+             const struct {name}_args *args = &slice;\n\
+             {}const int64_t batch = args->batch;\n\
+             {factor} *rows_of = ({factor} *)({own}), *columns_of = ({factor} *)({own} + {columns});\n\
              {real} *base = {partial} + unit * {each};\n\
-             for (int64_t panel = 0; panel < {row_panels}; panel++) {name}_pack_a(&slice, panel, 0, depth, 0, rows_of + {first} * depth);\n\
-             for (int64_t panel = 0; panel < {column_panels}; panel++) {name}_pack_b(&slice, panel, 0, depth, 0, columns_of + panel * {width} * depth);\n\
+             {pack_a}{pack_b}\
              for (int64_t cp = 0; cp < {column_panels}; cp++)\n\
              for (int64_t rp = 0; rp < {row_panels}; rp++) {{\n    \
              const int64_t row = {row}, col = cp * {width};\n    \
-             const {factor} *tile_a = rows_of + row * depth, *tile_b = columns_of + col * depth;\n    \
+             const {factor} *tile_a = {a}, *tile_b = {b};\n    \
              {real} *target = base + row * ldc + col;\n{calls}}}\n",
+            unpack(&spec.params),
             depth = plan.depth,
             chunk = plan.chunk,
             all = plan.all,
+            columns = workspace.columns,
             each = m * ldc,
             row_panels = plan.row_panels,
             column_panels = plan.column_panels,
-            first = self.first_row("panel"),
             row = self.first_row("rp"),
             calls = indent(&calls, 4),
         );
@@ -60,15 +82,12 @@ impl Emitter<'_> {
             each = m * ldc,
         );
         format!(
-            "/* Slices of the depth. */\nstatic void {name}_slices(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    \
-             const int64_t ldc = {ldc};\n    {factor} *rows_of = ({factor} *)({own}), *columns_of = ({factor} *)({own} + {columns});\n    \
+            "/* Slices of the depth. */\nstatic void {name}_slices(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const int64_t ldc = {ldc};\n    \
              for (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n\
-             /* Their sums. */\nstatic void {name}_sums(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n{}    \
+             /* Their sums. */\nstatic void {name}_sums(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    \
              {real} *base = {partial};\n{}}}\n",
             indent(&slice, 8),
-            unpack(&spec.params),
             indent(&add, 4),
-            columns = workspace.columns,
         )
     }
 }

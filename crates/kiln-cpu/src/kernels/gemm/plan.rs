@@ -91,7 +91,7 @@ impl ProductPlan {
             pack_a(&spec.a, factor, spec.k, n, lanes),
             factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
         ];
-        let depth = Depth::new(spec, factor, lanes, near, packed);
+        let depth = Depth::new(spec, factor, lanes, near);
         let parallel = match Parallel::of(spec) {
             Parallel::Panels if !tiles && depth.chunk < depth.each && spec.threads >= DEEP_THREADS => {
                 Parallel::Depth
@@ -252,8 +252,8 @@ pub(super) struct Depth {
 }
 
 impl Depth {
-    /// The depth of a product of `factor`s; see [`ProductPlan::near`]. `packed` says whether A and B are.
-    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, near: bool, packed: [bool; 2]) -> Self {
+    /// The depth of a product of `factor`s; see [`ProductPlan::near`].
+    fn new(spec: &GemmSpec<'_>, factor: Factor, lanes: usize, near: bool) -> Self {
         let all = round_up(spec.k.div_ceil(factor.depth()), factor.steps());
         let longest = spec
             .a
@@ -272,7 +272,7 @@ impl Depth {
             Factor::Bf16Tile if near => round_up(evenly(TILE_DEPTH), amx::EXTENT),
             Factor::Bf16Tile => each,
             // What follows from the shape alone decides how sums are added up.
-            _ if packed == [true; 2] && is_deep(spec) => {
+            _ if is_deep(spec) => {
                 let slice = spec.k.div_ceil(DEEP_SLICES).max(DEEP_SLICE);
                 evenly(slice.div_ceil(factor.depth()))
             }
@@ -289,10 +289,9 @@ impl Depth {
 
 /// See [`DEEP_RESULT`].
 fn is_deep(spec: &GemmSpec<'_>) -> bool {
-    let (m, n, k) = (spec.m, spec.n, spec.k);
-    let few =
-        m.saturating_mul(n).saturating_mul(100) <= (m + n).saturating_mul(k).saturating_mul(DEEP_RESULT);
-    spec.batch == 1 && few && k >= DEEP_SLICES * DEEP_SLICE && 2 * m * n * k >= SERIAL_PRODUCT
+    let result = spec.m * spec.n * spec.element().bytes();
+    let fills = spec.k >= DEEP_SLICES * DEEP_SLICE && 2 * spec.m * spec.n * spec.k >= SERIAL_PRODUCT;
+    spec.batch == 1 && result <= DEEP_RESULT && fills
 }
 
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
@@ -402,7 +401,8 @@ mod tests {
         assert_eq!((many.parallel, few.parallel), (Parallel::Depth, Parallel::Panels));
         assert_eq!((many.chunk, few.chunk), (256, 256));
         assert_eq!(many.slices(), (16, 16));
-        // Of bert-base: as many results as a thread reads of the operands.
+        // Of bert-base, and the logits of llama-15m: results beyond L2.
+        assert_eq!(plan([288, 32_000, 4096], 16).parallel, Parallel::Panels);
         assert_eq!(plan([768, 768, 2048], 16).parallel, Parallel::Panels);
         // A depth that is cut has slices of its cuts.
         let cut = plan([64, 256, 50_176], 16);

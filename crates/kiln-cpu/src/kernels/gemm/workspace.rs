@@ -64,7 +64,8 @@ impl Workspace {
         if plan.parallel == Parallel::Depth {
             let [a, b] = [plan.padded_rows(spec.m), plan.padded_columns()];
             let partial = floats(plan.slices().1 * a * b);
-            let [a, b] = [a, b].map(|extent| floats(extent * plan.chunk));
+            let packed = |is: bool, extent: usize| if is { floats(extent * plan.chunk) } else { 0 };
+            let [a, b] = [packed(plan.a_packed, a), packed(plan.b_packed, b)];
             return Self {
                 stationary: 0,
                 partial: 0,
