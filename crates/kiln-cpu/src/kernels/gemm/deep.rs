@@ -1,13 +1,13 @@
-//! Deep products on many threads: slices of the depth, whose sums are added up in their order.
+//! Deep products: threads share slices of the depth, whose sums are added up in their order.
 //!
-//! A weight's gradient has few elements and a depth of all tokens. Whichever block of the result a thread
-//! takes, it reads panels of the whole depth, most of which other cores packed. Here it takes a slice of the
-//! depth instead: it packs what the slice has of both operands, which stays in its own L2, and multiplies all
-//! of it. Then threads share the rows of the result and add up the sums of all slices, first to last; so does
-//! a thread that multiplies slice after slice ([`super::plan::ProductPlan::chunk`]), and the bits are the
-//! same.
+//! A weight's gradient has few elements and a depth of all tokens. Whichever part of the result a thread takes,
+//! it reads panels of the whole depth, most of which other cores packed. Here it takes a slice of the depth
+//! instead: it packs what the slice has of both operands, which stays in its own L2, and multiplies all of it.
+//! Then threads share the rows of the result and add up the sums of all slices, first to last. Slices follow
+//! from the shape, so the bits do not depend on the number of threads.
 
 use super::emit::Emitter;
+use crate::kernels::tile::amx;
 use crate::kernels::{indent, unpack};
 
 impl Emitter<'_> {
@@ -16,11 +16,16 @@ impl Emitter<'_> {
     pub(super) fn slices(&mut self) -> String {
         let calls = self.tile_calls();
         let (plan, workspace, spec) = (self.plan, self.workspace, self.spec);
-        let (name, m, n) = (&spec.name, spec.m, spec.n);
+        let (name, n) = (&spec.name, spec.n);
         let (real, vf) = spec.element().ctypes();
         let factor = plan.factor.ctype();
         let (ldc, width, lanes) = (plan.padded_columns(), plan.width(), plan.lanes);
         let (per_cut, slices) = plan.slices();
+        let each = plan.padded_rows(spec.m) * ldc;
+        let [before, after] = match plan.tiles() {
+            true => [amx::BEGIN, amx::END].map(|statement| indent(statement, 4)),
+            false => Default::default(),
+        };
         let own = format!(
             "args->workspace + {} + thread * {}",
             workspace.streamed, workspace.streamed_each
@@ -65,7 +70,6 @@ impl Emitter<'_> {
             chunk = plan.chunk,
             all = plan.all,
             columns = workspace.columns,
-            each = m * ldc,
             row_panels = plan.row_panels,
             column_panels = plan.column_panels,
             row = self.first_row("rp"),
@@ -79,11 +83,10 @@ impl Emitter<'_> {
              for (int64_t slice = 1; slice < {slices}; slice++) sum = sum + {vf}_load(at + slice * {each});\n    \
              {vf}_store(at, sum);\n}}\n\
              {name}_finish(args, args->batch, base + begin * {ldc}, {ldc}, begin, end - begin, 0, {n});\n",
-            each = m * ldc,
         );
         format!(
-            "/* Slices of the depth. */\nstatic void {name}_slices(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const int64_t ldc = {ldc};\n    \
-             for (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n}}\n\
+            "/* Slices of the depth. */\nstatic void {name}_slices(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const int64_t ldc = {ldc};\n{before}    \
+             for (int64_t unit = begin; unit < end; unit++) {{\n{}    }}\n{after}}}\n\
              /* Their sums. */\nstatic void {name}_sums(void *ctx, int64_t begin, int64_t end, int thread) {{\n    const struct {name}_args *args = ctx;\n    \
              {real} *base = {partial};\n{}}}\n",
             indent(&slice, 8),

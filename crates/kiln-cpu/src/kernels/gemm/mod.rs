@@ -30,7 +30,8 @@
 //! **Threads.** Threads share the streamed panels or, if the batch is large, whole products. Where tiles of
 //! AMX multiply, packing and uneven shares weigh more, and in a deep product of few rows and columns many
 //! threads would each read the whole stationary operand for a few rows: there both operands may be packed
-//! first, by all threads, which then share blocks of the result (`plan::Blocks`), or they share slices of the depth ([`deep`]). Each result element is
+//! first, by all threads, which then share blocks of the result (`plan::Blocks`). Of deep products with few results they share slices of
+//! the depth ([`deep`]). Each result element is
 //! computed by one thread in an order that depends on the shape alone, so the bits do not depend on the
 //! thread count.
 

@@ -43,11 +43,6 @@ impl<'a> Emitter<'a> {
                 false => access(plan.b_packed, &self.spec.b),
             },
         );
-        // From a step of the depth to the next in what tiles read.
-        let step = |access: Access, extent: usize| match access {
-            Access::Strided { depth, .. } => depth,
-            Access::Packed | Access::Passing => extent as i64,
-        };
         let [first_rp, first_cp] = self.block().map(|[first, _]| first);
         let mut call = |rows: usize, vectors: usize| {
             let tile = Tile {
@@ -71,14 +66,6 @@ impl<'a> Emitter<'a> {
                 false if plan.parallel == Parallel::Depth => {
                     format!("{name}(tile_a, tile_b, depth, target, ldc, 0);")
                 }
-                // Each chunk is added up by itself.
-                false if plan.in_chunks() => format!(
-                    "for (int64_t done = 0; done < args->depth; done += {chunk}) {name}(tile_a + done * {}, tile_b + done * {}, args->depth - done < {chunk} ? args->depth - done : {chunk}, \
-                     target, ldc, done > 0 || !args->from_zero);",
-                    step(a, rows),
-                    step(b, vectors * plan.lanes),
-                    chunk = plan.chunk,
-                ),
                 false => format!("{name}(tile_a, tile_b, args->depth, target, ldc, !args->from_zero);"),
             }
         };

@@ -7,8 +7,8 @@ use crate::kernels::element::Factor;
 use crate::kernels::round_up;
 use crate::kernels::tile::{self, amx};
 use crate::policy::{
-    BATCH_PRODUCT, DEEP_RESULT, DEEP_SLICE, DEEP_SLICES, DEEP_THREADS, PACK_STEPS, PRODUCT_DEPTH,
-    SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
+    BATCH_PRODUCT, DEEP_PANELS, DEEP_RESULT, DEEP_SLICE, DEEP_SLICES, DEEP_TILE_SLICES, PACK_STEPS,
+    PRODUCT_DEPTH, SERIAL_PRODUCT, TILE_DEPTH, TILE_DEPTH_THREADS,
 };
 
 /// The unit of work that threads share.
@@ -52,8 +52,8 @@ pub(super) struct ProductPlan {
     /// Depth of each cut but the last.
     pub depth: usize,
     pub cuts: usize,
-    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it. Each chunk of a
-    /// product of vectors is added up by itself; these are the slices that threads may share.
+    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it, or slices that threads
+    /// share.
     pub chunk: usize,
     pub a_packed: bool,
     pub b_packed: bool,
@@ -91,12 +91,11 @@ impl ProductPlan {
             pack_a(&spec.a, factor, spec.k, n, lanes),
             factor.depth() > 1 || pack_b(&spec.b, m, n, lanes),
         ];
+        let near = near && slices_of(spec, tiles).is_none();
         let depth = Depth::new(spec, factor, lanes, near);
-        let parallel = match Parallel::of(spec) {
-            Parallel::Panels if !tiles && depth.chunk < depth.each && spec.threads >= DEEP_THREADS => {
-                Parallel::Depth
-            }
-            parallel => parallel,
+        let parallel = match slices_of(spec, tiles) {
+            Some(_) => Parallel::Depth,
+            None => Parallel::of(spec),
         };
         // Tiles store whole vectors, and those of AMX whole tiles. Sums of several chunks add up faster in a
         // block, where rows are near each other.
@@ -268,15 +267,10 @@ impl Depth {
             _ => longest,
         };
         let evenly = |longest: usize| each.div_ceil(each.div_ceil(longest).max(1));
-        let chunk = match factor {
-            Factor::Bf16Tile if near => round_up(evenly(TILE_DEPTH), amx::EXTENT),
-            Factor::Bf16Tile => each,
-            // What follows from the shape alone decides how sums are added up.
-            _ if is_deep(spec) => {
-                let slice = spec.k.div_ceil(DEEP_SLICES).max(DEEP_SLICE);
-                evenly(slice.div_ceil(factor.depth()))
-            }
-            _ => each,
+        let chunk = match slices_of(spec, factor == Factor::Bf16Tile) {
+            Some(slices) => round_up(evenly(all.div_ceil(slices)), factor.steps()),
+            None if near => round_up(evenly(TILE_DEPTH), factor.steps()),
+            None => each,
         };
         Self {
             all,
@@ -287,11 +281,23 @@ impl Depth {
     }
 }
 
-/// See [`DEEP_RESULT`].
-fn is_deep(spec: &GemmSpec<'_>) -> bool {
-    let result = spec.m * spec.n * spec.element().bytes();
-    let fills = spec.k >= DEEP_SLICES * DEEP_SLICE && 2 * spec.m * spec.n * spec.k >= SERIAL_PRODUCT;
-    spec.batch == 1 && result <= DEEP_RESULT && fills
+/// Slices of the depth that threads share, if the product is deep; `tiles` says whether it multiplies tiles. They
+/// follow from the shape alone, because each is added up by itself.
+fn slices_of(spec: &GemmSpec<'_>, tiles: bool) -> Option<usize> {
+    let (m, n, k) = (spec.m, spec.n, spec.k);
+    let (result, bytes) = (m * n, spec.element().bytes());
+    let fills = k >= DEEP_SLICES * DEEP_SLICE && 2 * result * k >= SERIAL_PRODUCT;
+    if spec.batch != 1 || result * bytes > DEEP_RESULT || !fills {
+        return None;
+    }
+    let panels = (m + n) * k * if tiles { 2 } else { bytes };
+    // Sums are written and read again.
+    let affordable = panels / (2 * 2 * bytes * result);
+    let wanted = panels.div_ceil(DEEP_PANELS).max(DEEP_SLICES).min(affordable);
+    match tiles {
+        true => (wanted >= DEEP_TILE_SLICES).then_some(wanted),
+        false => Some(wanted.max(DEEP_SLICES)),
+    }
 }
 
 fn choose_vectors(m: usize, n: usize, lanes: usize, isa: Isa) -> usize {
@@ -396,11 +402,12 @@ mod tests {
             let spec = spec(Storage::F32, [m, n, k], [true, true], threads);
             ProductPlan::new(&spec, Isa::AmxBf16)
         };
-        // Of llama-15m: the gradient of a weight. Two threads add up the same slices, one after the other.
-        let [many, few] = [16, 2].map(|threads| plan([288, 768, 4096], threads));
-        assert_eq!((many.parallel, few.parallel), (Parallel::Depth, Parallel::Panels));
-        assert_eq!((many.chunk, few.chunk), (256, 256));
-        assert_eq!(many.slices(), (16, 16));
+        // Of llama-15m: the gradient of a weight.
+        let deep = plan([288, 768, 4096], 2);
+        assert_eq!(
+            (deep.parallel, deep.chunk, deep.slices()),
+            (Parallel::Depth, 256, (16, 16))
+        );
         // Of bert-base, and the logits of llama-15m: results beyond L2.
         assert_eq!(plan([288, 32_000, 4096], 16).parallel, Parallel::Panels);
         assert_eq!(plan([768, 768, 2048], 16).parallel, Parallel::Panels);

@@ -53,8 +53,7 @@ impl Shares {
             Stream::Columns => (columns.panels, columns.width, m),
         };
         let bytes = spec.element().bytes();
-        let together = if tiles { depth.chunk } else { depth.each };
-        let kept = (PRODUCT_L2 / (panel * together * bytes).max(1)).clamp(1, 8);
+        let kept = (PRODUCT_L2 / (panel * depth.chunk * bytes).max(1)).clamp(1, 8);
         let met = panel * streamed.div_ceil(sharers).min(kept);
         let panels = [alone.panels, columns.panels];
         let pay = match tiles {
@@ -82,7 +81,7 @@ impl Shares {
                     Stream::Columns => (alone, alone.panels),
                 };
                 let whole = kept * panel * depth.each * bytes;
-                let in_chunks = tiles && depth.chunk < depth.each;
+                let in_chunks = depth.chunk < depth.each;
                 let by_chunk = in_chunks && whole > STREAMED_L2 && met <= CHUNKED_PANELS;
                 Self {
                     stream,
