@@ -18,6 +18,10 @@ pub struct Policy {
     /// Whether autocast to bf16 rounds the gradient of a convolution's weight, as `torch.autocast` does:
     /// the fast kernels of some libraries store it so.
     pub narrow_weight_gradients: bool,
+    /// Whether autocast to bf16 rounds what gradients multiply by and what was expensive to compute, such as
+    /// the distribution function of GELU: where keeping such a factor costs less than computing it again, it
+    /// is kept in half of the bytes.
+    pub narrow_factors: bool,
     /// Most bytes of a buffer that shares its memory with no other buffer. Kernels that touch only such
     /// buffers may change places.
     pub kept_buffer: usize,

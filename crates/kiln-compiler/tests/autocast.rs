@@ -3,7 +3,7 @@
 
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::testing::{POLICY, Stub};
-use kiln_compiler::transform::autocast::{Reason, autocast};
+use kiln_compiler::transform::autocast::{Reason, StoredReport, autocast};
 use kiln_compiler::{CompiledStep, Options, Policy, compile};
 use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
@@ -463,6 +463,84 @@ fn gradients_that_meet_their_sum_are_stored_in_16_bits() {
     const ONE: &str = "{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1";
     assert_eq!(step("%c"), 1);
     assert_eq!(step("%a"), 0);
+}
+
+/// GELU's gradient multiplies by what the forward pass multiplied by, in 16 bits; the forward pass itself has it
+/// exactly. A tangent, whose gradient squares it, and what no product follows stay f32.
+#[test]
+fn factors_of_gradients_are_kept_in_16_bits() {
+    let step = |function: &str, gradient: &str, last: &str| {
+        let text = format!(
+            "graph @gelu {{
+      %x = parameter 0 : f32[64,32]
+      %w = parameter 1 : f32[32,48]
+      %v = parameter 2 : f32[48,32]
+      %dy = parameter 3 : f32[64,32]
+      %one = constant 1.0 : f32[]
+      %ones = broadcast %one {{dims=[]}} : f32[64,48]
+      %a = dot_general %x, %w {{a_contract=[1], b_contract=[0]}} : f32[64,48] ; fwd
+      %f = {function} %a : f32[64,48] ; fwd
+      %factor = add %f, %ones : f32[64,48] ; fwd
+      %y = mul %a, %factor : f32[64,48] ; fwd
+      {last}
+      %d = dot_general %dy, %v {{a_contract=[1], b_contract=[1]}} : f32[64,48] ; bwd
+      %da = mul %d, %factor : f32[64,48] ; bwd
+      %db = mul %d, %a : f32[64,48] ; bwd
+      {gradient}
+      %dx = add %da, %dc : f32[64,48] ; bwd
+      %dw = dot_general %x, %dx {{a_contract=[0], b_contract=[0]}} : f32[32,48] ; bwd
+      return %out, %dw
+    }}"
+        );
+        let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{error}"));
+        let (cast, report) = autocast(&graph, DType::BF16, &POLICY).unwrap();
+        verify(&cast).unwrap();
+        let of_factor = |stored: &&StoredReport| stored.reason == Reason::Factor;
+        (cast, report.unwrap().stored.iter().filter(of_factor).count())
+    };
+    const PRODUCT: &str = "%out = dot_general %y, %v {a_contract=[1], b_contract=[0]} : f32[64,32] ; fwd";
+    const LOSS: &str = "%out = reduce sum %y {axes=[0,1]} : f32[] ; fwd";
+    const SLOPE: &str = "%m = mul %a, %a : f32[64,48] ; bwd
+      %e = exp %m : f32[64,48] ; bwd
+      %dc = mul %db, %e : f32[64,48] ; bwd";
+    const SQUARE: &str = "%m = mul %factor, %factor : f32[64,48] ; bwd
+      %s = sub %ones, %m : f32[64,48] ; bwd
+      %dc = mul %db, %s : f32[64,48] ; bwd";
+    const ITS_OWN: &str = "%m = mul %da, %factor : f32[64,48] ; bwd
+      %dc = sub %db, %m : f32[64,48] ; bwd";
+    let (cast, count) = step("erf", SLOPE, PRODUCT);
+    assert_eq!(count, 1);
+    // The forward pass multiplies by the sum itself.
+    let users = cast.users();
+    let sum = cast
+        .nodes()
+        .find(|(_, data)| matches!(data.op, Op::Binary(BinaryOp::Add)))
+        .map(|(_, data)| data.outputs[0]);
+    let readers: Vec<&Op> = users
+        .of(sum.unwrap())
+        .iter()
+        .map(|&user| &cast.node(user).op)
+        .collect();
+    assert!(
+        matches!(
+            readers[..],
+            [Op::Binary(BinaryOp::Mul), Op::Cast(DType::BF16)]
+                | [Op::Cast(DType::BF16), Op::Binary(BinaryOp::Mul)]
+        ),
+        "{readers:?}"
+    );
+    for (function, gradient, last) in [
+        ("neg", SLOPE, PRODUCT),
+        ("tanh", SQUARE, PRODUCT),
+        ("tanh", ITS_OWN, PRODUCT),
+        ("erf", SLOPE, LOSS),
+    ] {
+        assert_eq!(
+            step(function, gradient, last).1,
+            0,
+            "{function} {gradient} {last}"
+        );
+    }
 }
 
 /// The program's own casts of f64 have ReLUs in front of them, too.

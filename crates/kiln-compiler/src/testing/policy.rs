@@ -9,6 +9,7 @@ pub const POLICY: Policy = Policy {
     alignment: 64,
     hold_percent: 101,
     narrow_weight_gradients: false,
+    narrow_factors: true,
     kept_buffer: 0,
     nest_buffers: 24,
     nest_operations: 160,

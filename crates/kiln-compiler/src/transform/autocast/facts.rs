@@ -4,6 +4,7 @@ use cranelift_entity::SecondaryMap;
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
 
+use super::factors::factors;
 use super::report::Reason;
 
 /// The facts that the pass decides from.
@@ -12,6 +13,8 @@ pub(super) struct Facts<'a> {
     users: Users,
     /// Whether gradients of convolutions' weights are of 16 bits.
     narrow_gradients: bool,
+    /// Values that readers behind the forward pass multiply by.
+    factors: SecondaryMap<Value, bool>,
     /// Contractions that will read 16 bits.
     narrowed: SecondaryMap<Node, bool>,
     /// Values that only the optimizer phase and the step's outputs depend on, apart from contractions.
@@ -27,11 +30,17 @@ pub(super) struct Facts<'a> {
 }
 
 impl<'a> Facts<'a> {
-    pub(super) fn new(graph: &'a Graph, narrow_gradients: bool) -> Self {
+    pub(super) fn new(graph: &'a Graph, narrow_gradients: bool, narrow_factors: bool) -> Self {
+        let users = graph.users();
+        let factors = match narrow_factors {
+            true => factors(graph, &users),
+            false => SecondaryMap::new(),
+        };
         let mut facts = Self {
             graph,
-            users: graph.users(),
+            users,
             narrow_gradients,
+            factors,
             narrowed: SecondaryMap::new(),
             only_updates: SecondaryMap::new(),
             from_products: SecondaryMap::new(),
@@ -130,6 +139,14 @@ impl<'a> Facts<'a> {
             }
             _ => None,
         }
+    }
+
+    /// Whether `value`, which is not rounded where it is made, is rounded for `reader`: a factor behind the
+    /// forward pass.
+    pub(super) fn is_factor(&self, value: Value, reader: &NodeData) -> bool {
+        let is =
+            reader.provenance.phase.is_after_forward() && self.factors[value] && self.from_products[value];
+        is && takes_part(self.graph.def(value)) && takes_part(reader) && self.graph.dtype(value) == DType::F32
     }
 
     /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading

@@ -9,6 +9,7 @@
 //! | results of contractions | 16 bits; f32 where only updates and outputs depend on them, as on the gradients of parameters |
 //! | gradients of convolutions' weights, on targets whose fast kernels round them ([`Policy::narrow_weight_gradients`]) | bf16 |
 //! | what pointwise operations make of such results, and others read behind a further contraction (a residual stream, its gradient) | 16 bits |
+//! | factors of gradients that were expensive to compute, on targets that would rather keep them ([`Policy::narrow_factors`]) | bf16 behind the forward pass |
 //! | such gradients that are read again behind their sum over the batch (batch normalisation) | 16 bits |
 //! | arguments and outputs of the step, reductions, statistics, what runs in the optimizer phase, losses, everything else | f32 |
 //!
@@ -35,6 +36,7 @@
 //! all of 16 bits already, or marked [`full_precision`](kiln_graph::Provenance::full_precision), stays as it
 //! is.
 
+mod factors;
 mod facts;
 mod masks;
 mod report;
@@ -61,7 +63,8 @@ pub fn autocast(
 ) -> Result<(Graph, Option<AutocastReport>), TypeError> {
     // What f16 holds ends at 65,504.
     let narrow_gradients = policy.narrow_weight_gradients && dtype == DType::BF16;
-    let facts = Facts::new(graph, narrow_gradients);
+    let narrow_factors = policy.narrow_factors && dtype == DType::BF16;
+    let facts = Facts::new(graph, narrow_gradients, narrow_factors);
     if !facts.has_work() {
         return Ok((widen::widen_at_readers(graph)?, None));
     }

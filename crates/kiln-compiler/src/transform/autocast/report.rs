@@ -60,6 +60,8 @@ pub enum Reason {
     /// 16 bits: it is a gradient, and read again by what depends on its sum over the batch, as with batch
     /// normalisation.
     Summed,
+    /// 16 bits behind the forward pass: a gradient multiplies by it, and it was expensive to compute.
+    Factor,
     /// 16 bits: a pooling of 16 bits made it.
     Pool,
     /// f32: an update reads it, as it does the gradient of a parameter.
@@ -80,6 +82,7 @@ impl Reason {
             Reason::Operand => "operand of a product",
             Reason::ReadAgain => "read again behind a product",
             Reason::Summed => "read again behind its sum over the batch",
+            Reason::Factor => "factor of a gradient",
             Reason::Pool => "made by a pooling",
             Reason::Update => "read by an update",
             Reason::Output => "leaves the step",

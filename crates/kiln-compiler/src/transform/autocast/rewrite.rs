@@ -169,6 +169,7 @@ impl<'a> Rewrite<'a> {
         let mut inputs: SmallVec<[Value; 3]> = SmallVec::new();
         for &value in &data.inputs {
             inputs.push(match in_nest {
+                true if !self.settled[value] && self.facts.is_factor(value, data) => self.factor(value)?,
                 true => self.read(value)?,
                 false => self.read_exact(value)?,
             });
@@ -228,6 +229,17 @@ impl<'a> Rewrite<'a> {
             true => self.widened(value),
             false => self.read_exact(value),
         }
+    }
+
+    /// `value` as a gradient multiplies by it: rounded, while readers of the forward pass have it exactly.
+    fn factor(&mut self, value: Value) -> Result<Value, TypeError> {
+        let data = self.old.def(value);
+        if self.narrow[value].is_none() {
+            let narrow = self.read_narrow(value, &data.provenance)?;
+            let ty = self.new.graph.ty(narrow);
+            self.stored.push(StoredReport::new(ty, Reason::Factor, data));
+        }
+        self.widened(value)
     }
 
     /// `value` unrounded, if it ever was.

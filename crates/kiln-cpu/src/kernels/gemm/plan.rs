@@ -415,7 +415,7 @@ mod tests {
         let cut = plan([64, 256, 50_176], 16);
         assert_eq!(
             (cut.cuts, cut.depth, cut.chunk, cut.slices()),
-            (13, 3872, 1936, (2, 26))
+            (13, 3872, 775, (5, 65))
         );
     }
 }
