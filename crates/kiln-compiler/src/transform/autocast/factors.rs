@@ -21,6 +21,7 @@ const MOST_OPERANDS: usize = 32;
 /// follows from them.
 pub(super) fn factors(graph: &Graph, users: &Users) -> SecondaryMap<Value, bool> {
     let is_behind = |user: Node| graph.node(user).provenance.phase.is_after_forward();
+    let is_read_behind = |value: Value| users.of(value).iter().any(|&user| is_behind(user));
     let mut leads: SecondaryMap<Value, bool> = SecondaryMap::new();
     for (node, data) in graph.nodes().rev() {
         let contracts = data.op.is_contraction() || data.outputs.iter().any(|&made| leads[made]);
@@ -35,15 +36,23 @@ pub(super) fn factors(graph: &Graph, users: &Users) -> SecondaryMap<Value, bool>
             continue;
         }
         let value = data.outputs[0];
-        expensive[value] = is_expensive(&data.op) || data.inputs.iter().any(|&operand| expensive[operand]);
+        // What is read behind the forward pass anyway is kept, and what follows from that is cheap.
+        expensive[value] = is_expensive(&data.op)
+            || data
+                .inputs
+                .iter()
+                .any(|&operand| expensive[operand] && !is_read_behind(operand));
         if !expensive[value] || !leads[value] || users.outputs(value) > 0 {
             continue;
         }
         let (behind, before): (Vec<Node>, Vec<Node>) =
             users.of(value).iter().partition(|&&user| is_behind(user));
+        let made = |user: &Node| graph.node(*user).outputs.iter();
         factors[value] = !behind.is_empty()
             && before.iter().any(|&user| multiplies(graph, user, value))
-            && behind.iter().all(|&user| multiplies(graph, user, value));
+            && behind.iter().all(|&user| multiplies(graph, user, value))
+            // To compute these again takes the factor itself.
+            && !before.iter().flat_map(made).any(|&made| is_read_behind(made));
     }
     factors
 }
