@@ -4,9 +4,10 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
 
+use burn::tensor::DType;
 use kiln::{CompileOptions, KilnDevice};
 
-use super::train;
+use super::{train, train_width};
 
 /// Every file below `folder` with its contents.
 fn files(folder: &Path) -> BTreeMap<String, String> {
@@ -69,11 +70,14 @@ fn two_dumps_of_one_program_are_equal() {
     assert!(stream.contains("Linear") || stream.contains("Matmul"), "{stream}");
 }
 
+/// Under autocast, because a program of its own must ask for the tiles of AMX as Kiln does.
 #[test]
 #[cfg(unix)]
 fn rerun_times_the_step_alone() {
     let folder = tempfile::tempdir().unwrap();
-    dump(folder.path());
+    let _ = KilnDevice::cpu();
+    let options = CompileOptions::default().with_autocast(DType::BF16);
+    train_width(16, options.with_name("dumped").with_debug(folder.path()), 3);
     let output = Command::new(folder.path().join("dumped/step-0/rerun"))
         .args(["3", "2"])
         .output()

@@ -32,7 +32,12 @@ fn matrix<const R: usize, const C: usize>(start: i32) -> Tensor<Kiln, 2> {
 
 /// Trains a small model for `steps` steps; what became of it.
 fn train(options: CompileOptions, steps: i32) -> Explain {
-    let model: Linear<B> = LinearConfig::new(32, 8).init(&device());
+    train_width(8, options, steps)
+}
+
+/// The same of a model with so many outputs.
+fn train_width(width: usize, options: CompileOptions, steps: i32) -> Explain {
+    let model: Linear<B> = LinearConfig::new(32, width).init(&device());
     let loss = |model: &Linear<B>, x: Tensor<B, 2>| model.forward(x).powf_scalar(2.0).mean();
     let mut step = TrainStep::new(model, AdamWConfig::new().init(), loss)
         .with_options(options)
