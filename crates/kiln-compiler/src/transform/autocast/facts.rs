@@ -137,16 +137,15 @@ impl<'a> Facts<'a> {
             true if after_forward && !self.is_choice(data) && self.meets_its_sum(&readers) => {
                 Some(Reason::Summed)
             }
+            true if self.factors[value] => Some(Reason::Factor),
             _ => None,
         }
     }
 
-    /// Whether `value`, which is not rounded where it is made, is rounded for `reader`: a factor behind the
-    /// forward pass.
-    pub(super) fn is_factor(&self, value: Value, reader: &NodeData) -> bool {
-        let is =
-            reader.provenance.phase.is_after_forward() && self.factors[value] && self.from_products[value];
-        is && takes_part(self.graph.def(value)) && takes_part(reader) && self.graph.dtype(value) == DType::F32
+    /// Whether `reader` has `value` rounded, which other readers have exactly: a factor behind the forward pass.
+    pub(super) fn reads_factor(&self, reader: &NodeData, value: Value) -> bool {
+        let behind = reader.provenance.phase.is_after_forward() && takes_part(reader);
+        behind && self.factors[value] && self.rounded(value) == Some(Reason::Factor)
     }
 
     /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading

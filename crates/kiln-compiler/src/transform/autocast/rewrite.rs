@@ -169,7 +169,7 @@ impl<'a> Rewrite<'a> {
         let mut inputs: SmallVec<[Value; 3]> = SmallVec::new();
         for &value in &data.inputs {
             inputs.push(match in_nest {
-                true if !self.settled[value] && self.facts.is_factor(value, data) => self.factor(value)?,
+                true if self.facts.reads_factor(data, value) => self.widened(value)?,
                 true => self.read(value)?,
                 false => self.read_exact(value)?,
             });
@@ -184,7 +184,8 @@ impl<'a> Rewrite<'a> {
                 let cast = Op::Cast(self.narrow_type);
                 let narrow = self.new.graph.add(cast, &[new], &data.provenance)?;
                 self.narrow[old] = narrow.into();
-                self.settled[old] = true;
+                // Readers of the forward pass have a factor exactly.
+                self.settled[old] = reason != Reason::Factor;
                 let ty = self.new.graph.ty(narrow);
                 self.stored.push(StoredReport::new(ty, reason, data));
             } else if data.provenance.full_precision && self.old.dtype(old) == DType::F32 {
@@ -229,17 +230,6 @@ impl<'a> Rewrite<'a> {
             true => self.widened(value),
             false => self.read_exact(value),
         }
-    }
-
-    /// `value` as a gradient multiplies by it: rounded, while readers of the forward pass have it exactly.
-    fn factor(&mut self, value: Value) -> Result<Value, TypeError> {
-        let data = self.old.def(value);
-        if self.narrow[value].is_none() {
-            let narrow = self.read_narrow(value, &data.provenance)?;
-            let ty = self.new.graph.ty(narrow);
-            self.stored.push(StoredReport::new(ty, Reason::Factor, data));
-        }
-        self.widened(value)
     }
 
     /// `value` unrounded, if it ever was.
