@@ -129,22 +129,23 @@ pub const BLOCKS_STREAMED: usize = 2;
 /// Longest depth of a product that is not cut.
 pub const PRODUCT_DEPTH: usize = 4096;
 
-/// A product is deep if its result has at most so many bytes, half of L2, and its depth fills slices: threads take
-/// slices of the depth instead of parts of the result. A thread then reads its slice of the operands once and, of
-/// the sums, as many bytes as the result has; otherwise it reads whole panels, which other cores packed. On 16
-/// virtual processors 288x288x4096 takes 0.75 of the time of blocks, 64x256x50176 half of that of shares of the
-/// columns; on two threads 0.7 and 0.9, 256x64x12544 half.
+/// A product is deep if its result has at most so many bytes, half of L2, and its depth fills slices: threads
+/// take slices of the depth instead of parts of the result. A thread then reads its slice of the operands
+/// once and, of the sums, as many bytes as the result has; otherwise it reads whole panels, which other cores
+/// packed. On 16 virtual processors 288x288x4096 takes 0.75 of the time of blocks, 64x256x50176 half of that
+/// of shares of the columns; on two threads 0.7 and 0.9, 256x64x12544 half.
 pub const DEEP_RESULT: usize = 1 << 20;
 
-/// Fewest slices of the depth of a deep product: one for each thread of the machine on which they were measured.
+/// Fewest slices of the depth of a deep product: one for each thread of the machine on which they were
+/// measured.
 pub const DEEP_SLICES: usize = 16;
 
-/// There are more where the panels of a slice would have more bytes: with the tensors that they are packed from they
-/// stay in L2.
+/// There are more where the panels of a slice would have more bytes: with the tensors that they are packed
+/// from they stay in L2.
 pub const DEEP_PANELS: usize = 1 << 20;
 
-/// Fewest slices of a deep product of tiles of AMX, which multiply so fast that the sums of all slices may have no
-/// more than half of the bytes of the operands.
+/// Fewest slices of a deep product of tiles of AMX, which multiply so fast that the sums of all slices may
+/// have no more than half of the bytes of the operands.
 pub const DEEP_TILE_SLICES: usize = 8;
 
 /// Fewest elements of the depth of a slice.

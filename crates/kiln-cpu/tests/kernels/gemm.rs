@@ -428,8 +428,8 @@ fn products_that_threads_share_in_blocks_match_f64() {
     check_shared(&cases, 41, 16);
 }
 
-/// Deep products of few results, of which threads share slices of the depth: the bits do not depend on how many
-/// there are. Depths that are cut as well, last slices of any size, with a prologue and an epilogue.
+/// Deep products of few results, of which threads share slices of the depth: the bits do not depend on how
+/// many there are. Depths that are cut as well, last slices of any size, with a prologue and an epilogue.
 #[test]
 fn deep_products_have_the_same_bits_with_any_number_of_threads() {
     let mut cases = vec![

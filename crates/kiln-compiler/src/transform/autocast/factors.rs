@@ -1,11 +1,12 @@
 //! Factors: what the gradient of a product of two numbers multiplies by, where it was expensive to compute.
 //!
-//! In `y = x * (1 + erf(..))`, as in GELU, the gradient of `x` is that of `y` times the second factor. Computing the
-//! factor once more may cost more than to keep it, and then it is kept in the type that it has before the partition.
-//! So what reads it behind the forward pass reads it rounded, if that only multiplies: the error of one rounding
-//! passes on as it is, as that of any stored operand does. A sum may cancel instead, as `1 - t * t` of a rounded
-//! tangent would, so values that meet themselves again in sums or in their own products stay as they are; so do
-//! those that no further contraction follows, which belong to the loss.
+//! In `y = x * (1 + erf(..))`, as in GELU, the gradient of `x` is that of `y` times the second factor.
+//! Computing the factor once more may cost more than to keep it, and then it is kept in the type that it has
+//! before the partition. So what reads it behind the forward pass reads it rounded, if that only multiplies:
+//! the error of one rounding passes on as it is, as that of any stored operand does. A sum may cancel
+//! instead, as `1 - t * t` of a rounded tangent would, so values that meet themselves again in sums or in
+//! their own products stay as they are; so do those that no further contraction follows, which belong to the
+//! loss.
 
 use cranelift_entity::SecondaryMap;
 use kiln_graph::op::{BinaryOp, Op};
@@ -16,9 +17,9 @@ use crate::schedule::class::is_expensive;
 /// Operations in front of an operand that are looked at for the value that it multiplies.
 const MOST_OPERANDS: usize = 32;
 
-/// Which values of the forward pass follow from an expensive operation by way of pointwise ones, are factors there
-/// and lead to a contraction, and are read behind it by multiplications alone, which do not multiply them by what
-/// follows from them.
+/// Which values of the forward pass follow from an expensive operation by way of pointwise ones, are factors
+/// there and lead to a contraction, and are read behind it by multiplications alone, which do not multiply
+/// them by what follows from them.
 pub(super) fn factors(graph: &Graph, users: &Users) -> SecondaryMap<Value, bool> {
     let is_behind = |user: Node| graph.node(user).provenance.phase.is_after_forward();
     let is_read_behind = |value: Value| users.of(value).iter().any(|&user| is_behind(user));
@@ -57,7 +58,8 @@ pub(super) fn factors(graph: &Graph, users: &Users) -> SecondaryMap<Value, bool>
     factors
 }
 
-/// Whether `user` multiplies `value` by what pointwise operations behind the forward pass did not make from it.
+/// Whether `user` multiplies `value` by what pointwise operations behind the forward pass did not make from
+/// it.
 fn multiplies(graph: &Graph, user: Node, value: Value) -> bool {
     let data = graph.node(user);
     if !matches!(data.op, Op::Binary(BinaryOp::Mul)) {

@@ -118,12 +118,12 @@ impl Writer<'_> {
         self.define(dtype, vector, level, stage, &expression)
     }
 
-    /// Whether the load of a whole vector at `position` asks for what lies ahead of it as well: the loops walk
-    /// through the buffer from its first element to its last, and this is the first pass over a row that reads
-    /// it. Processors ask by themselves too, but bodies of some fifty instructions an element leave most of the
-    /// latency visible: GELU's gradient with its bias's sum took 1.5 ms for 1.2 million elements, and 0.85 with
-    /// this (two cores, half of the tensors in memory). Extents do not decide, so that a family of shapes has
-    /// one text.
+    /// Whether the load of a whole vector at `position` asks for what lies ahead of it as well: the loops
+    /// walk through the buffer from its first element to its last, and this is the first pass over a row that
+    /// reads it. Processors ask by themselves too, but bodies of some fifty instructions an element leave
+    /// most of the latency visible: GELU's gradient with its bias's sum took 1.5 ms for 1.2 million elements,
+    /// and 0.85 with this (two cores, half of the tensors in memory). Extents do not decide, so that a family
+    /// of shapes has one text.
     fn runs_ahead(&mut self, buffer: Buffer, position: &Index) -> bool {
         if self.named || self.vector_rows() {
             return false;

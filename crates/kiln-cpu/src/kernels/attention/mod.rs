@@ -12,8 +12,8 @@
 //! once for a head, transposed, in panels of two vectors; values and blocks of queries are copied to rows
 //! of whole vectors. These copies widen tensors of 16 bits to f32, and results are rounded once, when they
 //! are stored, so no other part of the kernel depends on the 16-bit types. Where the machine multiplies
-//! pairs of bf16, the copies hold pairs ([`pairs`]), and weights and gradients of scores are rounded to
-//! bf16 before they are multiplied.
+//! pairs of bf16, one by one or in tiles of AMX, the copies hold pairs ([`pairs`]), and weights and gradients
+//! of scores are rounded to bf16 before they are multiplied.
 //!
 //! **Causal order** leaves out tiles of scores that no row of the tile sees, both in the products that make
 //! strips and in those that read them. Where only a mask expresses the order, the kernel looks in the mask

@@ -1,11 +1,12 @@
-//! Working memory with pairs of bf16, where products multiply pairs
-//! ([`crate::kernels::element::Factor::Bf16Pair`]).
+//! Working memory with pairs of bf16, where products multiply pairs, one by one
+//! ([`crate::kernels::element::Factor::Bf16Pair`]) or in tiles of AMX ([`crate::kernels::tile::amx::rows`]).
 //!
-//! A pair holds two neighbours along the dimension that a product sums over: two elements of a query and of
-//! a key for the scores, two keys for the products with weights, two queries for the gradients of keys and
-//! values. So tensors are packed as rows of pairs ([`copy`]), transposed ([`turn`]), or with two rows in
-//! each row ([`zip`]). Values between the products are f32: weights and the gradients of scores are rounded
-//! once, to pairs, after all f32 results have been computed from them.
+//! A pair holds two neighbours along the dimension that a product sums over: two elements of a query and of a
+//! key for the scores, two keys for the products with weights, two queries for the gradients of keys and
+//! values. So tensors are packed as rows of pairs ([`copy`]), transposed ([`turn`]), or with two rows in each
+//! row ([`zip`]); tiles add up the gradients of keys and values transposed, from rows of pairs that are
+//! transposed ([`turn_zipped`]). Values between the products are f32: weights and the gradients of scores are
+//! rounded once, to pairs, after all f32 results have been computed from them.
 
 use super::pack::Rows;
 use super::plan::AttentionPlan;
@@ -62,8 +63,8 @@ pub(super) fn zip(rows: &Rows<'_>, to: &str, all: &str, lanes: usize) -> String 
     )
 }
 
-/// Transposes pairs of rows: row `c` of `turned`, `all` pairs long, has element `c` of each of the rows of pairs
-/// at `zipped`. Both extents are whole vectors.
+/// Transposes pairs of rows: row `c` of `turned`, `all` pairs long, has element `c` of each of the rows of
+/// pairs at `zipped`. Both extents are whole vectors.
 pub(super) fn turn_zipped(
     zipped: &str,
     turned: &str,

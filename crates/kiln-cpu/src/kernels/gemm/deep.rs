@@ -1,10 +1,10 @@
 //! Deep products: threads share slices of the depth, whose sums are added up in their order.
 //!
-//! A weight's gradient has few elements and a depth of all tokens. Whichever part of the result a thread takes,
-//! it reads panels of the whole depth, most of which other cores packed. Here it takes a slice of the depth
-//! instead: it packs what the slice has of both operands, which stays in its own L2, and multiplies all of it.
-//! Then threads share the rows of the result and add up the sums of all slices, first to last. Slices follow
-//! from the shape, so the bits do not depend on the number of threads.
+//! A weight's gradient has few elements and a depth of all tokens. Whichever part of the result a thread
+//! takes, it reads panels of the whole depth, most of which other cores packed. Here it takes a slice of the
+//! depth instead: it packs what the slice has of both operands, which stays in its own L2, and multiplies all
+//! of it. Then threads share the rows of the result and add up the sums of all slices, first to last. Slices
+//! follow from the shape, so the bits do not depend on the number of threads.
 
 use super::emit::Emitter;
 use crate::kernels::tile::amx;

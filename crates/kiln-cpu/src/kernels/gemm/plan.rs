@@ -52,8 +52,8 @@ pub(super) struct ProductPlan {
     /// Depth of each cut but the last.
     pub depth: usize,
     pub cuts: usize,
-    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it, or slices that threads
-    /// share.
+    /// Steps of the depth in which panels meet at a time: [`Self::depth`], or chunks of it, or slices that
+    /// threads share.
     pub chunk: usize,
     pub a_packed: bool,
     pub b_packed: bool,
@@ -281,13 +281,17 @@ impl Depth {
     }
 }
 
-/// Slices of the depth that threads share, if the product is deep; `tiles` says whether it multiplies tiles. They
-/// follow from the shape alone, because each is added up by itself.
+/// Slices of the depth that threads share, if the product is deep; `tiles` says whether it multiplies tiles.
+/// They follow from the shape alone, because each is added up by itself.
 fn slices_of(spec: &GemmSpec<'_>, tiles: bool) -> Option<usize> {
     let (m, n, k) = (spec.m, spec.n, spec.k);
     let (result, bytes) = (m * n, spec.element().bytes());
     let fills = k >= DEEP_SLICES * DEEP_SLICE && 2 * result * k >= SERIAL_PRODUCT;
-    if spec.batch != 1 || result * bytes > DEEP_RESULT || !fills {
+    // Each segment would be a slice, and there may be many.
+    let in_segments = [&spec.a, &spec.b]
+        .iter()
+        .any(|operand| operand.segment.is_some_and(|length| length < k));
+    if spec.batch != 1 || result * bytes > DEEP_RESULT || !fills || in_segments {
         return None;
     }
     let panels = (m + n) * k * if tiles { 2 } else { bytes };
