@@ -465,8 +465,8 @@ fn gradients_that_meet_their_sum_are_stored_in_16_bits() {
     assert_eq!(step("%a"), 0);
 }
 
-/// GELU's gradient multiplies by what the forward pass multiplied by, in 16 bits; the forward pass itself has it
-/// exactly. A tangent, whose gradient squares it, and what no product follows stay f32.
+/// GELU's gradient multiplies by what the forward pass multiplied by, in 16 bits; the forward pass itself has
+/// it exactly. A tangent, whose gradient squares it, and what no product follows stay f32.
 #[test]
 fn factors_of_gradients_are_kept_in_16_bits() {
     let step = |function: &str, gradient: &str, last: &str| {

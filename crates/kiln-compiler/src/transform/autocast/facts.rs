@@ -142,7 +142,8 @@ impl<'a> Facts<'a> {
         }
     }
 
-    /// Whether `reader` has `value` rounded, which other readers have exactly: a factor behind the forward pass.
+    /// Whether `reader` has `value` rounded, which other readers have exactly: a factor behind the forward
+    /// pass.
     pub(super) fn reads_factor(&self, reader: &NodeData, value: Value) -> bool {
         let behind = reader.provenance.phase.is_after_forward() && takes_part(reader);
         behind && self.factors[value] && self.rounded(value) == Some(Reason::Factor)

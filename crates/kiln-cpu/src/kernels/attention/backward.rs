@@ -457,8 +457,8 @@ impl<'a> Emitter<'a> {
         )
     }
 
-    /// Statements that find `start`, the first row of the block that sees `key` (a C expression) or one behind
-    /// it.
+    /// Statements that find `start`, the first row of the block that sees `key` (a C expression) or one
+    /// behind it.
     fn first_row(&self, key: &str) -> String {
         if !self.spec.varies() {
             return "const int64_t start = 0;".to_owned();

@@ -97,10 +97,7 @@ impl AttentionPlan {
 
     /// Statements in front of the first tile of AMX and behind the last one.
     pub fn around_tiles(&self) -> [String; 2] {
-        match self.tiles() {
-            true => [amx::BEGIN, amx::END].map(|statement| indent(statement, 4)),
-            false => Default::default(),
-        }
+        amx::around(self.tiles()).map(|statement| indent(statement, 4))
     }
 
     /// How many factors hold so many elements; whole tiles of them.

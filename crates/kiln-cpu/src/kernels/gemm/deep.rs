@@ -22,10 +22,7 @@ impl Emitter<'_> {
         let (ldc, width, lanes) = (plan.padded_columns(), plan.width(), plan.lanes);
         let (per_cut, slices) = plan.slices();
         let each = plan.padded_rows(spec.m) * ldc;
-        let [before, after] = match plan.tiles() {
-            true => [amx::BEGIN, amx::END].map(|statement| indent(statement, 4)),
-            false => Default::default(),
-        };
+        let [before, after] = amx::around(plan.tiles()).map(|statement| indent(statement, 4));
         let own = format!(
             "args->workspace + {} + thread * {}",
             workspace.streamed, workspace.streamed_each

@@ -8,21 +8,20 @@
 //! pairs, larger products do ([`Factor::Bf16Tile`]), and panels are of whole tiles, filled up with zeros.
 //!
 //! The caller says how an element of each operand is obtained (a strided load, or any expression: an
-//! activation, a normalisation, a gather) and how each element of the result is consumed (a store, a bias,
-//! an optimizer's whole update). The first is evaluated once for each element, while a panel is packed; the
-//! second on a finished tile that is still in L1. Neither operand is ever transposed in memory: packing
-//! reads any stride.
+//! activation, a normalisation, a gather) and how each element of the result is consumed (a store, a bias, an
+//! optimizer's whole update). The first is evaluated once for each element, while a panel is packed; the
+//! second on a finished tile that is still in L1. Neither operand is ever transposed in memory: packing reads
+//! any stride.
 //!
 //! **Blocking.** The result is cut into tiles of register size ([`super::tile`]): row panels of at most 14
 //! rows (of nearly equal height, so that no thin panel is left over) by column panels of two vectors. One
-//! operand is *stationary*: packed once, shared by all threads. The other is *streamed*: each thread packs
-//! a few of its panels, uses them against all of the stationary operand, and drops them. The smaller
-//! operand is stationary, so the larger one is read once from memory and never written back in packed form.
-//! Only a very deep product (`k` beyond some thousands) is cut along the depth, with partial sums in the
-//! workspace.
+//! operand is *stationary*: packed once, shared by all threads. The other is *streamed*: each thread packs a
+//! few of its panels, uses them against all of the stationary operand, and drops them. The smaller operand is
+//! stationary, so the larger one is read once from memory and never written back in packed form. Only a very
+//! deep product (`k` beyond some thousands) is cut along the depth, with partial sums in the workspace.
 //!
-//! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read
-//! the operand in place with constant strides.
+//! **Packing or not.** Where a packed element would be used too few times to pay for the copy, tiles read the
+//! operand in place with constant strides.
 //!
 //! Products of very few rows with a matrix that is contiguous along the depth have a kernel of their own
 //! ([`dot`]).
@@ -30,10 +29,9 @@
 //! **Threads.** Threads share the streamed panels or, if the batch is large, whole products. Where tiles of
 //! AMX multiply, packing and uneven shares weigh more, and in a deep product of few rows and columns many
 //! threads would each read the whole stationary operand for a few rows: there both operands may be packed
-//! first, by all threads, which then share blocks of the result (`plan::Blocks`). Of deep products with few results they share slices of
-//! the depth ([`deep`]). Each result element is
-//! computed by one thread in an order that depends on the shape alone, so the bits do not depend on the
-//! thread count.
+//! first, by all threads, which then share blocks of the result (`plan::Blocks`). Of deep products with few
+//! results they share slices of the depth ([`deep`]). Each result element is computed by one thread in an
+//! order that depends on the shape alone, so the bits do not depend on the thread count.
 
 mod deep;
 mod dot;

@@ -122,10 +122,7 @@ impl<'a> Emitter<'a> {
             ),
             _ => String::new(),
         };
-        let (begin, end) = match plan.tiles() {
-            true => (amx::BEGIN, amx::END),
-            false => ("", ""),
-        };
+        let [begin, end] = amx::around(plan.tiles());
         let tile = self.tile(&sums, &calls);
         let pack = self.pack_streamed();
         let [before, in_chunk] = match plan.by_chunk {

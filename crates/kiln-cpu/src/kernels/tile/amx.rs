@@ -63,6 +63,14 @@ pub const BEGIN: &str = "kiln_tiles_begin();\n";
 /// Statement after its last tile: the operating system need not save tiles any more.
 pub const END: &str = "kiln_tiles_end();\n";
 
+/// [`BEGIN`] and [`END`], or nothing where no tiles are multiplied.
+pub const fn around(tiles: bool) -> [&'static str; 2] {
+    match tiles {
+        true => [BEGIN, END],
+        false => ["", ""],
+    }
+}
+
 /// Pairs of a tile.
 const TILE: usize = EXTENT * EXTENT;
 
