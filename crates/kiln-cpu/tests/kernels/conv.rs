@@ -321,37 +321,43 @@ fn random_convolutions_of_bf16_match_f64() {
         case.last = [true; 2];
         case.storage = Storage::BF16;
     }
-    // Forward, gradients of the input, and those of the weight.
-    let mut moved = [0; 3];
+    // Forward, gradients of the input, and those of the weight: without strides and with them.
+    let mut moved = [[0; 3]; 2];
     cases.retain(|case| {
         let kernels = case.kernels(0, Isa::AmxBf16);
         let is_moved = |kernel: &KernelText| kernel.source.contains("tiles of AMX. */");
-        let counts = moved.iter_mut().zip(&kernels);
+        let strided = case.geometry.stride != [1; 3];
+        let counts = moved[usize::from(strided)].iter_mut().zip(&kernels);
         counts.for_each(|(count, kernel)| *count += usize::from(is_moved(kernel)));
         kernels.iter().any(is_moved)
     });
-    assert!(moved.iter().all(|&count| count >= 5), "{moved:?}");
+    assert!(moved.as_flattened().iter().all(|&count| count >= 5), "{moved:?}");
     cases.truncate(24);
     // More images than the gradient of the weight takes at a time.
-    cases.push(Case {
-        geometry: Geometry {
-            images: 4,
-            groups: 1,
-            in_channels: 64,
-            out_channels: 96,
-            input: [1, 36, 40],
-            output: [1, 36, 40],
-            kernel: [1, 3, 3],
-            stride: [1; 3],
-            pad: [0, 1, 1],
-            dilation: [1; 3],
-        },
-        last: [true; 2],
-        computed: false,
-        storage: Storage::BF16,
-    });
-    let [.., many] = &cases[..] else { unreachable!() };
-    assert!(many.kernels(0, Isa::AmxBf16)[2].source.contains("3 at a time"));
+    for (input, stride, some) in [
+        ([1, 36, 40], [1; 3], "3 at a time"),
+        ([1, 72, 77], [1, 2, 3], "1 at a time"),
+    ] {
+        let many = Case {
+            geometry: Geometry {
+                images: 4,
+                groups: 1,
+                in_channels: 64,
+                out_channels: 96,
+                input,
+                output: [0, 1, 2].map(|d| (input[d] - 1) / stride[d] + 1),
+                kernel: [1, 3, 3],
+                stride,
+                pad: [0, 1, 1],
+                dilation: [1; 3],
+            },
+            last: [true; 2],
+            computed: false,
+            storage: Storage::BF16,
+        };
+        assert!(many.kernels(0, Isa::AmxBf16)[2].source.contains(some));
+        cases.push(many);
+    }
     check_within(&cases, 42, 2e-6);
 }
 

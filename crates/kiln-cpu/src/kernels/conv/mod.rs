@@ -26,8 +26,8 @@
 //! in an order that depends on the shape alone. Tensors of 16 bits are widened where f32 would be copied:
 //! images while they are padded, weights before everything else ([`widened`]). Tiles and narrow groups
 //! support f64; the kernels for special shapes support f32 only. Pairs of bf16 are multiplied where a
-//! convolution or a gradient is a matrix product, and tiles of them on AMX where pixels of the result are as
-//! far apart as those of the image ([`moved`], [`moved_weight`]).
+//! convolution or a gradient is a matrix product, and tiles of them on AMX where there are whole tiles of
+//! channels ([`moved`], [`moved_weight`]).
 
 mod blocks;
 mod correlate;
@@ -39,6 +39,7 @@ mod moved_weight;
 mod narrow_groups;
 mod narrow_groups_weight;
 mod parts;
+mod phases;
 mod planar;
 mod walk;
 mod weight_grad;

@@ -11,11 +11,15 @@
 //!
 //! A tile of A is 16 such pixels, each with 16 pairs of channels, and is read in place. Pixels go on from one
 //! row of the padded image to the next; those between the rows of the result are computed, too, and left out.
+//!
+//! With a stride what neighbours in the result read are no neighbours in the image. So its copy is in phases
+//! ([`super::phases`]), in each of which they are; the distance of a kernel element leads to its phase, too.
 
 use std::collections::BTreeSet;
 
+use super::phases::{Padding, Phases, number};
 use super::walk::{Class, Direction, Sides, Walk};
-use super::{ConvSpec, Image, ImageAxis, PixelPlace, Spatial};
+use super::{ConvSpec, ImageAxis, PixelPlace};
 use crate::isa::Isa;
 use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
@@ -63,15 +67,16 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         return None;
     }
     let walk = Walk::new(spec, direction);
-    // Neighbours in the result read neighbours in the image, and there is something to read for each.
+    // There is something to read for each pixel of the result.
     let is_reached = |class: &Class| class.taps.iter().all(|taps| !taps.is_empty());
-    if walk.pixel_step != [1; 3] || walk.spread != [1; 3] || !walk.classes.iter().all(is_reached) {
+    if walk.spread != [1; 3] || !walk.classes.iter().all(is_reached) {
         return None;
     }
+    let phases = Phases::new(walk.pixel_step, walk.reach);
     let multiplied: usize = walk
         .classes
         .iter()
-        .map(|class| PIXELS * panels(class, walk.reach))
+        .map(|class| PIXELS * panels(class, &phases))
         .sum();
     if !are_used(result.iter().product(), multiplied) {
         return None;
@@ -81,84 +86,15 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         direction,
         sides,
         walk,
+        phases,
         helpers: BTreeSet::new(),
     };
     Some(emitter.kernel())
 }
 
-/// Panels of pixels of a padded image of these extents from the first to the last that a class needs.
-fn panels(class: &Class, reach: Spatial) -> usize {
-    number(class.count.map(|count| count - 1), reach) / PIXELS + 1
-}
-
-/// Pixels of an image of these extents before the one at `place`.
-pub(super) fn number([z, y, x]: Spatial, [_, height, width]: Spatial) -> usize {
-    (z * height + y) * width + x
-}
-
-/// Copies of images with zeros around them, as bf16, channels last.
-pub(super) struct Padding<'a> {
-    /// The end of the name of the function that copies.
-    pub suffix: &'static str,
-    pub image: &'a Image<'a>,
-    /// C expression of the first image that is copied.
-    pub first: &'static str,
-    /// Channels: whole vectors.
-    pub channels: usize,
-    /// Extents of the image.
-    pub extents: Spatial,
-    /// Zeros before it; negative: elements that are left out.
-    pub before: [i64; 3],
-    /// Extents of a copy.
-    pub reach: Spatial,
-    /// Place of the copies in the workspace, in bytes.
-    pub to: usize,
-}
-
-impl Padding<'_> {
-    /// `name_suffix(ctx, begin, end, thread)`: some rows of the copies.
-    pub fn source(&self, frame: &Frame<'_>) -> String {
-        let Self {
-            suffix,
-            image,
-            first,
-            channels,
-            extents: [own_depth, own_height, own_width],
-            before: [before_z, before_y, before_x],
-            reach: [depth, height, width],
-            to,
-        } = *self;
-        let place = |width, channel| PixelPlace {
-            width,
-            image: "image",
-            at: ["z", "y", "x"],
-            channel,
-        };
-        let halves = image
-            .memory
-            .as_ref()
-            .filter(|memory| memory.storage == Storage::BF16);
-        let copy = match halves {
-            Some(memory) => format!(
-                "__builtin_memcpy(padded, {}, {channels} * sizeof *padded);\n",
-                super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
-            ),
-            None => format!(
-                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(padded + c, {});\n",
-                (image.load)(&place(Width::Vector, "c"))
-            ),
-        };
-        let body = format!(
-            "for (int64_t padded_row = begin; padded_row < end; padded_row++) {{\n    const int64_t image = {first} + padded_row / {rows}, z = padded_row / {height} % {depth} - ({before_z}), \
-             y = padded_row % {height} - ({before_y});\n    const int inside = z >= 0 && z < {own_depth} && y >= 0 && y < {own_height};\n    uint16_t *padded = (uint16_t \
-             *)(args->workspace + {to}) + padded_row * {row};\n    for (int64_t px = 0; px < {width}; px++, padded += {channels}) {{\n        const int64_t x = px - ({before_x});\n        \
-             if (inside && x >= 0 && x < {own_width}) {{\n{}        }} else {{\n            __builtin_memset(padded, 0, {channels} * sizeof *padded);\n        }}\n    }}\n}}\n",
-            indent(&copy, 12),
-            rows = depth * height,
-            row = width * channels,
-        );
-        frame.part("Images with zeros around them.", suffix, &body)
-    }
+/// Panels of pixels of a phase from the first to the last that a class needs.
+fn panels(class: &Class, phases: &Phases) -> usize {
+    number(class.count.map(|count| count - 1), phases.reach) / PIXELS + 1
 }
 
 struct Emitter<'a> {
@@ -166,6 +102,8 @@ struct Emitter<'a> {
     direction: Direction,
     sides: Sides,
     walk: Walk,
+    /// Those of the copies.
+    phases: Phases,
     helpers: BTreeSet<Helper>,
 }
 
@@ -193,12 +131,11 @@ impl Emitter<'_> {
             g.images, self.sides.extents, self.sides.channels
         );
         let mut source = frame.head(&about, "") + &self.padding().source(&frame);
-        let rows = g.images * self.walk.reach[0] * self.walk.reach[1];
-        let mut calls = run(&format!("{}_pad", frame.name), rows);
+        let mut calls = run(&format!("{}_pad", frame.name), g.images * self.phases.rows());
         let mut workspace = self.image_bytes();
         let classes = self.walk.classes.clone();
         for (index, class) in classes.iter().enumerate() {
-            let panels = panels(class, self.walk.reach);
+            let panels = panels(class, &self.phases);
             let most = (MOVED_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
             // The busiest thread is done first. To bring the weight near takes a block as long as two panels.
             let time = |group: &usize| (g.images * panels).div_ceil(*group).div_ceil(threads) * (group + 2);
@@ -235,22 +172,18 @@ impl Emitter<'_> {
             suffix: "pad",
             image: &self.spec.image,
             first: "0",
+            count: self.spec.geometry.images.to_string(),
             channels: self.sides.channels,
             extents: self.sides.extents,
             before: self.walk.before,
-            reach: self.walk.reach,
+            phases: &self.phases,
             to: 0,
         }
     }
 
-    /// Pixels of the padded image before the one at `place`.
-    fn number(&self, place: Spatial) -> usize {
-        number(place, self.walk.reach)
-    }
-
     /// Bytes of the padded images, with as many pixels after the last as a panel may read.
     fn image_bytes(&self) -> usize {
-        let pixels = self.spec.geometry.images * self.walk.reach.iter().product::<usize>();
+        let pixels = self.spec.geometry.images * self.phases.all() * self.phases.pixels();
         round_up((pixels + PIXELS) * self.sides.channels * 2, 64)
     }
 
@@ -264,7 +197,7 @@ impl Emitter<'_> {
         round_up(group * PIXELS * self.pitch() * 4, 64)
     }
 
-    /// Number of each kernel element of a class, and how many pixels of the image it is moved by.
+    /// Number of each kernel element of a class, and how many pixels of the copies it is moved by.
     fn taps(&self, class: &Class) -> Vec<(usize, usize)> {
         let [_, height, width] = self.spec.geometry.kernel;
         let [oz, oy, ox] = class.origin;
@@ -273,8 +206,9 @@ impl Emitter<'_> {
         for (iz, z) in class.taps[0].iter().enumerate() {
             for (iy, y) in class.taps[1].iter().enumerate() {
                 for (ix, x) in class.taps[2].iter().enumerate() {
-                    let place = [oz + iz * dz, oy + iy * dy, ox + ix * dx];
-                    taps.push(((z * height + y) * width + x, self.number(place)));
+                    let (phase, pixels) = self.phases.place([oz + iz * dz, oy + iy * dy, ox + ix * dx]);
+                    let before = phase * self.spec.geometry.images * self.phases.pixels();
+                    taps.push(((z * height + y) * width + x, before + pixels));
                 }
             }
         }
@@ -331,7 +265,7 @@ impl Emitter<'_> {
             let text = format!(
                 "{}(pixels + ((from + tile) / {panels} * {} + (from + tile) % {panels} * {PIXELS}) * {}, {}, moves, {}, {}, columns, sums + tile * {} + column, {pitch});\n",
                 helper.name,
-                self.walk.reach.iter().product::<usize>(),
+                self.phases.pixels(),
                 channels / 2,
                 channels / 2,
                 taps.len(),
@@ -358,7 +292,7 @@ impl Emitter<'_> {
             tiles.push_str(&panel(&head, &call(1)));
         }
         let [depth, height, width] = class.count;
-        let [_, padded_height, padded_width] = self.walk.reach;
+        let [_, padded_height, padded_width] = self.phases.reach;
         let place = |axis: &str, d: usize| match (class.start[d], class.step[d]) {
             (0, 1) => axis.to_owned(),
             (start, step) => format!("({start} + {axis} * {step})"),

@@ -4,15 +4,16 @@
 //!
 //! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice,
 //! because a kernel element that moves pixels by an odd number needs other pairs than one that moves them by
-//! an even one. Where the padded image has pixels that no result belongs to, the gradient of the output is
-//! zero. (So infinity or NaN in the image also reaches kernel elements that never meet it, of the same
+//! an even one. With a stride the image is in phases, of which the gradient of the output is like one. Where
+//! the padded image has pixels that no result belongs to, the gradient of the output is zero. (So infinity or NaN in the image also reaches kernel elements that never meet it, of the same
 //! channel, whose others have it.)
 //!
 //! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
 //! elements and channels pass. Sums are added up in the workspace.
 
-use super::moved::{FEWEST_PIXELS, MOST_TAPS, Padding, are_used, number};
-use super::{Image, ImageAxis, Spatial, WeightGradSpec};
+use super::moved::{FEWEST_PIXELS, MOST_TAPS, are_used};
+use super::phases::{Padding, Phases};
+use super::{Image, ImageAxis, WeightGradSpec};
 use crate::isa::Isa;
 use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
@@ -38,7 +39,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         None => spec.storage == Storage::BF16,
     };
     let images = [&spec.input, &spec.output_grad];
-    let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps()) && g.stride == [1; 3];
+    let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps());
     let has_kind = isa.has_tiles() && has_window && g.in_channels * g.taps() <= MOST_ORDERED;
     let in_tiles = [g.in_channels, g.out_channels]
         .iter()
@@ -51,15 +52,16 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         return None;
     }
     let emitter = Emitter::new(spec);
-    are_used(g.output.iter().product(), emitter.pixels).then(|| emitter.kernel())
+    are_used(g.output.iter().product(), emitter.image.pixels()).then(|| emitter.kernel())
 }
 
 struct Emitter<'a> {
     spec: &'a WeightGradSpec<'a>,
-    /// Extents of the padded image.
-    reach: Spatial,
-    /// Pixels of a padded image.
-    pixels: usize,
+    /// Phases of the padded image, and the one of the gradient.
+    image: Phases,
+    gradient: Phases,
+    /// Phase of each kernel element, and by how many pixels it is moved there.
+    places: Vec<(usize, usize)>,
     /// Images that are taken at a time.
     images: usize,
     /// Blocks of pairs of so many images.
@@ -76,14 +78,25 @@ struct Emitter<'a> {
 impl<'a> Emitter<'a> {
     fn new(spec: &'a WeightGradSpec<'a>) -> Self {
         let g = &spec.geometry;
-        let span = [0, 1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
-        let reach = [0, 1, 2].map(|d| g.output[d] + span[d]);
-        let pixels = reach.iter().product::<usize>();
+        let [_, height, width] = g.kernel;
+        let [dz, dy, dx] = g.dilation;
+        let padded =
+            [0, 1, 2].map(|d| (g.output[d] - 1) * g.stride[d] + (g.kernel[d] - 1) * g.dilation[d] + 1);
+        let image = Phases::new(g.stride, padded);
+        let gradient = Phases::new([1; 3], image.reach);
+        let pixels = image.pixels();
+        let places: Vec<_> = (0..g.taps())
+            .map(|t| image.place([t / (height * width) * dz, t / width % height * dy, t % width * dx]))
+            .collect();
         // Each pixel as it is, and in pairs; those of the image twice.
-        let each = pixels * (6 * g.in_channels + 4 * g.out_channels);
+        let each = pixels * (6 * image.all() * g.in_channels + 4 * g.out_channels);
         let images = (MOVED_IMAGES / each).clamp(1, g.images);
         let blocks = (images * pixels).div_ceil(BLOCK);
-        let rows = blocks * EXTENT + number(span, reach) / 2 + 1;
+        let last = places
+            .iter()
+            .map(|(phase, moved)| phase * images * pixels + moved)
+            .max();
+        let rows = blocks * EXTENT + last.unwrap_or(0) / 2 + 1;
         let mut end = 0;
         let mut region = |bytes: usize| {
             let at = end;
@@ -91,7 +104,10 @@ impl<'a> Emitter<'a> {
             at
         };
         let all = images * pixels;
-        let padded = [region(all * g.in_channels * 2), region(all * g.out_channels * 2)];
+        let padded = [
+            region(all * image.all() * g.in_channels * 2),
+            region(all * g.out_channels * 2),
+        ];
         let pairs = [
             region(2 * rows * g.in_channels * 4),
             region(blocks * EXTENT * g.out_channels * 4),
@@ -99,8 +115,9 @@ impl<'a> Emitter<'a> {
         let sums = region(spec.geometry.weight_len() * 4);
         Self {
             spec,
-            reach,
-            pixels,
+            image,
+            gradient,
+            places,
             images,
             blocks,
             rows,
@@ -122,10 +139,11 @@ impl<'a> Emitter<'a> {
             suffix: "pad_input",
             image: &self.spec.input,
             first: "args->first_image",
+            count: format!("args->pixels / {}", self.image.pixels()),
             channels: g.in_channels,
             extents: g.input,
             before: g.pad.map(|pad| pad as i64),
-            reach: self.reach,
+            phases: &self.image,
             to: self.padded[0],
         };
         let gradient = Padding {
@@ -134,7 +152,9 @@ impl<'a> Emitter<'a> {
             channels: g.out_channels,
             extents: g.output,
             before: [0; 3],
+            phases: &self.gradient,
             to: self.padded[1],
+            count: image.count.clone(),
             ..image
         };
         let source = frame.head(&about, "    int64_t first_image, pixels;\n")
@@ -145,11 +165,11 @@ impl<'a> Emitter<'a> {
             + &self.products(&frame)
             + &self.order(&frame);
         let serial = g.is_small() || frame.threads == 1;
-        let rows = format!("count * {}", self.reach[0] * self.reach[1]);
+        let rows = |phases: &Phases| format!("count * {}", phases.rows());
         let blocks = format!("(args.pixels + {}) / {BLOCK}", BLOCK - 1);
         let parts = [
-            ("pad_input", rows.clone()),
-            ("pad_output", rows),
+            ("pad_input", rows(&self.image)),
+            ("pad_output", rows(&self.gradient)),
             ("zip", self.rows.div_ceil(EXTENT).to_string()),
             ("turn", blocks),
             ("products", (g.taps() * g.in_channels / PANEL).to_string()),
@@ -161,7 +181,7 @@ impl<'a> Emitter<'a> {
         let calls = format!(
             "    for (args.first_image = 0; args.first_image < {all}; args.first_image += {some}) {{\n        const int64_t count = {all} - args.first_image < {some} ? {all} - \
              args.first_image : {some};\n        args.pixels = count * {};\n{}    }}\n{}",
-            self.pixels,
+            self.image.pixels(),
             indent(&each, 4),
             call_part(serial, &format!("{name}_order"), g.out_channels),
             all = g.images,
@@ -178,13 +198,14 @@ impl<'a> Emitter<'a> {
         let channels = self.spec.geometry.in_channels;
         let panels = channels / EXTENT;
         let body = format!(
-            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nfor \
+            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nconst int64_t pixels = {} * args->pixels;\nfor \
              (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t stop = (unit + 1) * {EXTENT} < {rows} ? (unit + 1) * {EXTENT} : {rows};\n    for (int64_t panel = 0; panel < \
              {panels}; panel++)\n        for (int64_t q = unit * {EXTENT}; q < stop; q++) {{\n            const uint16_t *at[3];\n            for (int i = 0; i < 3; i++) at[i] = 2 * q + i < \
-             args->pixels ? padded + (2 * q + i) * {channels} + panel * {EXTENT} : none;\n            vu_store(pairs + (panel * {rows} + q) * {EXTENT}, vu_zip_bf16(at[0], at[1]));\n            \
+             pixels ? padded + (2 * q + i) * {channels} + panel * {EXTENT} : none;\n            vu_store(pairs + (panel * {rows} + q) * {EXTENT}, vu_zip_bf16(at[0], at[1]));\n            \
              vu_store(pairs + (({panels} + panel) * {rows} + q) * {EXTENT}, vu_zip_bf16(at[1], at[2]));\n        }}\n}}\n",
             self.padded[0],
             self.pairs[0],
+            self.image.all(),
             rows = self.rows,
         );
         frame.part("Pairs of pixels.", "zip", &body)
@@ -209,23 +230,20 @@ impl<'a> Emitter<'a> {
     /// channels of the image, which are columns, with all channels of the output.
     fn products(&self, frame: &Frame<'_>) -> String {
         let g = &self.spec.geometry;
-        let [_, height, width] = g.kernel;
-        let [dz, dy, dx] = g.dilation;
-        let moves: Vec<String> = (0..g.taps())
-            .map(|t| {
-                let place = [t / (height * width) * dz, t / width % height * dy, t % width * dx];
-                number(place, self.reach).to_string()
-            })
-            .collect();
+        let list = |of: fn(&(usize, usize)) -> usize| -> String {
+            let numbers: Vec<_> = self.places.iter().map(|place| of(place).to_string()).collect();
+            numbers.join(", ")
+        };
         let (panels, rows) = (g.in_channels / PANEL, g.out_channels / PANEL);
         let chunk = TILE_DEPTH / EXTENT;
         let body = format!(
-            "static const int64_t moves[] = {{{}}};\nconst bf16_pair *image = (const bf16_pair *)(args->workspace + {}), *gradient = (const bf16_pair *)(args->workspace + {});\nfloat *sums \
+            "static const int64_t phases[] = {{{}}}, moves[] = {{{}}};\nconst bf16_pair *image = (const bf16_pair *)(args->workspace + {}), *gradient = (const bf16_pair *)(args->workspace + {});\nfloat *sums \
              = (float *)(args->workspace + {});\nconst int64_t blocks = (args->pixels + {}) / {BLOCK};\n{}for (int64_t from = 0; from < blocks; from += {chunk}) {{\n    const int64_t some = \
-             blocks - from < {chunk} ? blocks - from : {chunk};\n    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t move = moves[unit / {panels}], panel = unit % \
+             blocks - from < {chunk} ? blocks - from : {chunk};\n    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t move = phases[unit / {panels}] * args->pixels + moves[unit / {panels}], panel = unit % \
              {panels} * 2 + (move & 1) * {};\n        const bf16_pair *columns = image + (panel * {pairs} + move / 2 + from * {EXTENT}) * {EXTENT};\n        for (int64_t row = 0; row < {rows}; \
              row++)\n            {}(gradient + (row * {} + from) * {}, columns, {}, some * {EXTENT}, sums + (unit * {rows} + row) * {}, {PANEL}, from > 0 || args->first_image > 0);\n    }}\n}}\n{}",
-            moves.join(", "),
+            list(|place| place.0),
+            list(|place| place.1),
             self.pairs[0],
             self.pairs[1],
             self.sums,
