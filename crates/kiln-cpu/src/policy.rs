@@ -233,6 +233,16 @@ pub const MOVED_RESULT: usize = 512 << 10;
 /// as all at once.
 pub const MOVED_IMAGES: usize = 4 << 20;
 
+/// Bytes of the windows, in pairs of pixels, that a thread writes out at a time for the gradient of a weight on
+/// tiles of AMX: an eighth of L2, where the gradients of the output, turned, and sums lie beside them.
+pub const WINDOW_PAIRS: usize = 256 << 10;
+
+/// Fewest pixels of a slice of such a gradient.
+pub const WINDOW_SLICE: usize = 512;
+
+/// Most bytes of the sums of all its slices.
+pub const WINDOW_SUMS: usize = 8 << 20;
+
 /// Elements below which a pooling runs on one thread.
 pub const SERIAL_POOLING: usize = 64 * 1024;
 

@@ -361,6 +361,63 @@ fn random_convolutions_of_bf16_match_f64() {
     check_within(&cases, 42, 2e-6);
 }
 
+/// Convolutions of bf16 whose channels do not fill tiles: their windows are written out. Images lie channels
+/// last and channels first, in memory and computed.
+#[test]
+fn random_convolutions_of_windows_match_f64() {
+    let mut random = Random::new(51);
+    let mut cases: Vec<Case> = (0..400).map(|_| Case::of_kind(&mut random, 4)).collect();
+    for (number, case) in cases.iter_mut().enumerate() {
+        let g = &mut case.geometry;
+        g.images = 2 + random.below(2);
+        // Few channels of the image, or of the result.
+        let some = random.pick(&[32, 32, 64, 96]);
+        let few = random.pick(&[1, 2, 3, 3, 5, 8, 16, 17, 31, 33, 48, 80]);
+        (g.in_channels, g.out_channels) = if number % 2 == 0 { (some, few) } else { (few, some) };
+        case.last = [number % 3 == 0, true];
+        case.storage = Storage::BF16;
+    }
+    let mut written = [[0; 3]; 2];
+    cases.retain(|case| {
+        let kernels = case.kernels(0, Isa::AmxBf16);
+        let has_windows = |kernel: &KernelText| kernel.source.contains(", windows ");
+        let strided = case.geometry.stride != [1; 3];
+        let counts = written[usize::from(strided)].iter_mut().zip(&kernels);
+        counts.for_each(|(count, kernel)| *count += usize::from(has_windows(kernel)));
+        kernels.iter().any(has_windows)
+    });
+    assert!(
+        written.as_flattened().iter().all(|&count| count >= 4),
+        "{written:?}"
+    );
+    cases.truncate(24);
+    // Several slices of the pixels, of which the last has an odd number, and several blocks of a slice.
+    for (in_channels, kernel, stride) in [(3, [1, 7, 7], [1, 2, 2]), (48, [1, 3, 3], [1; 3])] {
+        let input = [1, 67, 71];
+        let pad = [0, kernel[1] / 2, kernel[2] / 2];
+        let many = Case {
+            geometry: Geometry {
+                images: 3,
+                groups: 1,
+                in_channels,
+                out_channels: 64,
+                input,
+                output: [0, 1, 2].map(|d| (input[d] - 1) / stride[d] + 1),
+                kernel,
+                stride,
+                pad,
+                dilation: [1; 3],
+            },
+            last: [in_channels != 3, true],
+            computed: false,
+            storage: Storage::BF16,
+        };
+        assert!(!many.kernels(0, Isa::AmxBf16)[2].source.contains(" 1 slices"));
+        cases.push(many);
+    }
+    check_within(&cases, 52, 2e-6);
+}
+
 #[test]
 fn random_depthwise_convolutions_of_planes_match_f64() {
     let mut random = Random::new(31);

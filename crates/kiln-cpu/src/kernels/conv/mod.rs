@@ -45,6 +45,8 @@ mod walk;
 mod weight_grad;
 mod weights;
 mod widened;
+mod windows;
+mod windows_weight;
 mod winograd;
 
 use super::element::Storage;
@@ -392,7 +394,9 @@ pub fn input_grad(spec: ConvSpec<'_>, isa: Isa) -> KernelText {
 fn correlation(spec: ConvSpec<'_>, direction: walk::Direction, isa: Isa) -> KernelText {
     if spec.storage.is_plain() || spec.geometry.is_product() || correlate::is_empty(&spec, direction) {
         correlate::emit(&spec, direction, isa)
-    } else if let Some(kernel) = moved::correlate(&spec, direction, isa) {
+    } else if let Some(kernel) =
+        moved::correlate(&spec, direction, isa).or_else(|| windows::correlate(&spec, direction, isa))
+    {
         kernel
     } else {
         widened::correlate(spec, direction, isa)

@@ -4,7 +4,7 @@
 //! All that a kernel element meets lies in one phase, and what it meets for neighbouring pixels of the result
 //! are neighbours there. Without a stride the padded image is the only phase.
 
-use super::{Image, PixelPlace, Spatial};
+use super::{Image, ImageAxis, PixelPlace, Spatial};
 use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::EXTENT;
@@ -70,7 +70,7 @@ pub(super) struct Padding<'a> {
     pub first: &'static str,
     /// C expression of the number of images that are copied.
     pub count: String,
-    /// Channels: whole vectors.
+    /// Channels, of any number; whole vectors of them that lie together are copied at once.
     pub channels: usize,
     /// Extents of the image.
     pub extents: Spatial,
@@ -108,23 +108,38 @@ impl Padding<'_> {
             .memory
             .as_ref()
             .filter(|memory| memory.storage == Storage::BF16);
+        let by_pixel = image.contiguous == Some(ImageAxis::Channel) && channels.is_multiple_of(EXTENT);
         let copy = match halves {
-            Some(memory) => format!(
-                "__builtin_memcpy(padded, {}, {channels} * sizeof *padded);\n",
+            Some(memory) if by_pixel => format!(
+                "__builtin_memcpy(to, {}, {channels} * sizeof *to);\n",
                 super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
             ),
-            None => format!(
-                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(padded + c, {});\n",
+            None if by_pixel => format!(
+                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(to + c, {});\n",
                 (image.load)(&place(Width::Vector, "c"))
             ),
+            Some(memory) => format!(
+                "to[c] = *({});\n",
+                super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "c"))
+            ),
+            None => {
+                Storage::BF16.store(Width::Scalar, "to + c", &(image.load)(&place(Width::Scalar, "c"))) + "\n"
+            }
+        };
+        // Channels that do not lie together are read row by row.
+        let channel = match by_pixel {
+            true => String::new(),
+            false => format!("for (int64_t c = 0; c < {channels}; c++)\n    "),
         };
         let body = format!(
             "for (int64_t padded_row = begin; padded_row < end; padded_row++) {{\n    const int64_t plane = padded_row / {rows}, image = {first} + plane % ({count}), phase = plane / ({count});\n    \
              const int64_t z = padded_row / {height} % {depth} * {stride_z} + phase / {planar} - ({before_z}), y = padded_row % {height} * {stride_y} + phase / {across_x} % {across_y} - \
-             ({before_y});\n    const int inside = z >= 0 && z < {own_depth} && y >= 0 && y < {own_height};\n    uint16_t *padded = (uint16_t *)(args->workspace + {to}) + padded_row * {row};\n    \
-             for (int64_t px = 0; px < {width}; px++, padded += {channels}) {{\n        const int64_t x = px * {stride_x} + phase % {across_x} - ({before_x});\n        if (inside && x >= 0 && x < \
-             {own_width}) {{\n{}        }} else {{\n            __builtin_memset(padded, 0, {channels} * sizeof *padded);\n        }}\n    }}\n}}\n",
-            indent(&copy, 12),
+             ({before_y});\n    const int64_t before = phase % {across_x} - ({before_x});\n    uint16_t *padded = (uint16_t *)(args->workspace + {to}) + padded_row * {row};\n    if (z < 0 || z >= {own_depth} || y < 0 || y \
+             >= {own_height}) {{\n        __builtin_memset(padded, 0, {row} * sizeof *padded);\n        continue;\n    }}\n    /* The pixels of the row that lie in the image. */\n    int64_t from = before < 0 ? (-before + {stride_x} - 1) / \
+             {stride_x} : 0, stop = before < {own_width} ? ({own_width} - before + {stride_x} - 1) / {stride_x} : 0;\n    if (stop > {width}) stop = {width};\n    if (from > stop) from = stop;\n    __builtin_memset(padded, 0, from * {channels} * \
+             sizeof *padded);\n    __builtin_memset(padded + stop * {channels}, 0, ({width} - stop) * {channels} * sizeof *padded);\n    {channel}for (int64_t px = from; px < stop; px++) {{\n        const int64_t x = px * {stride_x} + before;\n        \
+             uint16_t *to = padded + px * {channels};\n{}    }}\n}}\n",
+            indent(&copy, 8),
             rows = depth * height,
             row = width * channels,
             planar = across_y * across_x,

@@ -13,7 +13,7 @@ use super::parts::Parts;
 use super::weights::Panels;
 use super::{
     ImageAxis, PixelPlace, WeightGradSpec, correlate, depthwise, im2col, moved_weight, narrow_groups_weight,
-    planar, winograd,
+    planar, windows_weight, winograd,
 };
 use crate::isa::Isa;
 use crate::kernels::element::{Element, Storage};
@@ -100,7 +100,9 @@ pub(super) fn emit(spec: &WeightGradSpec<'_>, isa: Isa) -> KernelText {
     if let Some(product) = as_product(spec, isa) {
         return gemm::emit(product, isa);
     }
-    if let Some(kernel) = moved_weight::weight_gradient(spec, isa) {
+    let tiles =
+        moved_weight::weight_gradient(spec, isa).or_else(|| windows_weight::weight_gradient(spec, isa));
+    if let Some(kernel) = tiles {
         return kernel;
     }
     let special = || {
