@@ -233,6 +233,12 @@ pub const MOVED_RESULT: usize = 512 << 10;
 /// as all at once.
 pub const MOVED_IMAGES: usize = 4 << 20;
 
+/// The same where each thread takes slices of the images of its own, and most bytes of one image there.
+pub const MOVED_SLICE: usize = 9 << 18;
+
+/// Most bytes of the weight's gradient for that: each slice has its sums.
+pub const MOVED_SUMS: usize = 640 << 10;
+
 /// Bytes of the windows, in pairs of pixels, that a thread writes out at a time for the gradient of a weight on
 /// tiles of AMX: an eighth of L2, where the gradients of the output, turned, and sums lie beside them.
 pub const WINDOW_PAIRS: usize = 256 << 10;

@@ -334,13 +334,17 @@ fn random_convolutions_of_bf16_match_f64() {
     assert!(moved.as_flattened().iter().all(|&count| count >= 5), "{moved:?}");
     cases.truncate(24);
     // More images than the gradient of the weight takes at a time.
-    for (input, stride, some) in [
-        ([1, 36, 40], [1; 3], "3 at a time"),
-        ([1, 72, 77], [1, 2, 3], "1 at a time"),
+    // Slices of them, of one image and of several.
+    for (images, input, stride, some) in [
+        (4, [1, 36, 40], [1; 3], " 1 slices, 3 at a time"),
+        (4, [1, 72, 77], [1, 2, 3], " 1 slices, 1 at a time"),
+        (9, [1, 11, 14], [1; 3], " 9 slices, 1 at a time"),
+        (35, [1, 12, 9], [1, 2, 1], " 12 slices, 3 at a time"),
+        (33, [1, 36, 27], [1; 3], " 11 slices, 2 at a time"),
     ] {
         let many = Case {
             geometry: Geometry {
-                images: 4,
+                images,
                 groups: 1,
                 in_channels: 64,
                 out_channels: 96,

@@ -9,7 +9,10 @@
 //! channel, whose others have it.)
 //!
 //! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
-//! elements and channels pass. Sums are added up in the workspace.
+//! elements and channels pass. Sums are added up in the workspace. Threads share kernel elements and channels;
+//! where those are few, because the weight is small, each takes slices of the images instead, does with them
+//! all that there is to do, and waits for no other. The sums of slices, whose number depends on the shape
+//! alone, are added up in order.
 
 use super::moved::{FEWEST_PIXELS, MOST_TAPS, are_used};
 use super::phases::{Padding, Phases};
@@ -19,7 +22,7 @@ use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::{self, EXTENT};
 use crate::kernels::{KernelText, Width, call_part, indent, round_up};
-use crate::policy::{MOVED_IMAGES, TILE_DEPTH};
+use crate::policy::{DEEP_SLICES, DEEP_TILE_SLICES, MOVED_IMAGES, MOVED_SLICE, MOVED_SUMS, TILE_DEPTH};
 
 /// Channels of the image and of the output in a panel.
 const PANEL: usize = 2 * EXTENT;
@@ -62,15 +65,20 @@ struct Emitter<'a> {
     gradient: Phases,
     /// Phase of each kernel element, and by how many pixels it is moved there.
     places: Vec<(usize, usize)>,
+    /// Images of a slice, and slices: one of all images where threads share the weight.
+    slice: usize,
+    slices: usize,
     /// Images that are taken at a time.
     images: usize,
     /// Blocks of pairs of so many images.
     blocks: usize,
     /// Rows of pairs of the image.
     rows: usize,
-    /// Places in the workspace, in bytes: the padded image and gradient, their pairs, the sums, and its end.
+    /// Places in the workspace, in bytes: the padded image and gradient, their pairs, the end of these, the
+    /// sums of all slices, and its end.
     padded: [usize; 2],
     pairs: [usize; 2],
+    own: usize,
     sums: usize,
     end: usize,
 }
@@ -90,7 +98,17 @@ impl<'a> Emitter<'a> {
             .collect();
         // Each pixel as it is, and in pairs; those of the image twice.
         let each = pixels * (6 * image.all() * g.in_channels + 4 * g.out_channels);
-        let images = (MOVED_IMAGES / each).clamp(1, g.images);
+        let sums = g.weight_len() * 4;
+        let slice = g.images.div_ceil(DEEP_SLICES);
+        let slices = match sums <= MOVED_SUMS && each <= MOVED_SLICE && g.images >= DEEP_TILE_SLICES {
+            true => g.images.div_ceil(slice),
+            false => 1,
+        };
+        let (slice, near) = match slices {
+            1 => (g.images, MOVED_IMAGES),
+            _ => (slice, MOVED_SLICE),
+        };
+        let images = (near / each).clamp(1, slice);
         let blocks = (images * pixels).div_ceil(BLOCK);
         let last = places
             .iter()
@@ -112,17 +130,28 @@ impl<'a> Emitter<'a> {
             region(2 * rows * g.in_channels * 4),
             region(blocks * EXTENT * g.out_channels * 4),
         ];
-        let sums = region(spec.geometry.weight_len() * 4);
+        // Each thread has its own of these where it takes slices.
+        let threads = if slices > 1 && !g.is_small() {
+            spec.threads
+        } else {
+            1
+        };
+        let own = end;
+        let sums = threads * own;
+        let end = sums + slices * round_up(g.weight_len() * 4, 64);
         Self {
             spec,
             image,
             gradient,
             places,
+            slice,
+            slices,
             images,
             blocks,
             rows,
             padded,
             pairs,
+            own,
             sums,
             end,
         }
@@ -132,8 +161,8 @@ impl<'a> Emitter<'a> {
         let frame = self.spec.frame();
         let (g, name) = (&self.spec.geometry, frame.name);
         let about = format!(
-            "{} images of {:?} x {} channels, {} at a time, in pairs of pixels, tiles of AMX.",
-            g.images, g.input, g.in_channels, self.images
+            "{} images of {:?} x {} channels, {} slices, {} at a time, in pairs of pixels, tiles of AMX.",
+            g.images, g.input, g.in_channels, self.slices, self.images
         );
         let image = Padding {
             suffix: "pad_input",
@@ -157,39 +186,80 @@ impl<'a> Emitter<'a> {
             count: image.count.clone(),
             ..image
         };
-        let source = frame.head(&about, "    int64_t first_image, pixels;\n")
-            + &image.source(&frame)
+        let source = frame.head(
+            &about,
+            "    float *sums;\n    int64_t first_image, pixels;\n    int adds;\n",
+        ) + &image.source(&frame)
             + &gradient.source(&frame)
             + &self.zip(&frame)
             + &self.turn(&frame)
-            + &self.products(&frame)
-            + &self.order(&frame);
+            + &self.products(&frame);
         let serial = g.is_small() || frame.threads == 1;
         let rows = |phases: &Phases| format!("count * {}", phases.rows());
-        let blocks = format!("(args.pixels + {}) / {BLOCK}", BLOCK - 1);
         let parts = [
             ("pad_input", rows(&self.image)),
             ("pad_output", rows(&self.gradient)),
             ("zip", self.rows.div_ceil(EXTENT).to_string()),
-            ("turn", blocks),
+            ("turn", format!("(pixels + {}) / {BLOCK}", BLOCK - 1)),
             ("products", (g.taps() * g.in_channels / PANEL).to_string()),
         ];
-        let each: String = parts
-            .iter()
-            .map(|(part, count)| call_part(serial, &format!("{name}_{part}"), count))
-            .collect();
-        let calls = format!(
-            "    for (args.first_image = 0; args.first_image < {all}; args.first_image += {some}) {{\n        const int64_t count = {all} - args.first_image < {some} ? {all} - \
-             args.first_image : {some};\n        args.pixels = count * {};\n{}    }}\n{}",
-            self.image.pixels(),
-            indent(&each, 4),
-            call_part(serial, &format!("{name}_order"), g.out_channels),
-            all = g.images,
-            some = self.images,
-        );
+        // All that is done with the images from `begin` to `end`, whose arguments are `args`.
+        let images = |args: &str, begin: &str, end: &str, call: &dyn Fn(&str, &str) -> String| -> String {
+            let each: String = parts
+                .iter()
+                .map(|(part, count)| call(&format!("{name}_{part}"), count))
+                .collect();
+            format!(
+                "for (int64_t from = {begin}; from < {end}; from += {some}) {{\n    const int64_t count = {end} - from < {some} ? {end} - from : {some}, pixels = count * {};\n    \
+                 {args}.first_image = from;\n    {args}.pixels = pixels;\n    {args}.adds = from > {begin};\n{each}}}\n",
+                self.image.pixels(),
+                some = self.images,
+            )
+        };
+        let (sliced, products) = match self.slices {
+            1 => {
+                let shared = |part: &str, count: &str| call_part(serial, part, count);
+                let images = images("args", "0", &g.images.to_string(), &shared);
+                let sums = format!("args.sums = (float *)(workspace + {});\n", self.sums);
+                (String::new(), indent(&(sums + &images), 4))
+            }
+            _ => {
+                let alone = |part: &str, count: &str| format!("    {part}(&own, 0, {count}, thread);\n");
+                let images = images("own", "first_image", "last_image", &alone);
+                (
+                    self.take_slices(&frame, &images),
+                    call_part(serial, &format!("{name}_slices"), self.slices),
+                )
+            }
+        };
+        let source = source + &sliced + &self.order(&frame);
+        let calls = products + &call_part(serial, &format!("{name}_order"), g.out_channels);
         let mut kernel = frame.finish(source, &calls, self.end);
         kernel.helpers = vec![amx::beside()];
         kernel
+    }
+
+    /// `name_slices(ctx, begin, end, thread)`: all that is done with the images of some slices.
+    fn take_slices(&self, frame: &Frame<'_>, images: &str) -> String {
+        let (name, slice) = (frame.name, self.slice);
+        frame.part(
+            "Slices of the images, each done by one thread in memory of its own.",
+            "slices",
+            &format!(
+                "struct {name}_args own = *args;\nown.workspace = args->workspace + thread * {};\nfor (int64_t slice = begin; slice < end; slice++) {{\n    const int64_t first_image = slice * {slice}, last_image = first_image + {slice} < {all} ? \
+                 first_image + {slice} : {all};\n    own.sums = (float *)(args->workspace + {} + slice * {});\n{}}}\n",
+                self.own,
+                self.sums,
+                self.sum_bytes(),
+                indent(images, 4),
+                all = self.spec.geometry.images,
+            ),
+        )
+    }
+
+    /// Bytes of the sums of a slice.
+    fn sum_bytes(&self) -> usize {
+        round_up(self.spec.geometry.weight_len() * 4, 64)
     }
 
     /// `name_zip(ctx, begin, end, thread)`: pairs of neighbouring pixels of the image, 16 rows at a time:
@@ -238,15 +308,14 @@ impl<'a> Emitter<'a> {
         let chunk = TILE_DEPTH / EXTENT;
         let body = format!(
             "static const int64_t phases[] = {{{}}}, moves[] = {{{}}};\nconst bf16_pair *image = (const bf16_pair *)(args->workspace + {}), *gradient = (const bf16_pair *)(args->workspace + {});\nfloat *sums \
-             = (float *)(args->workspace + {});\nconst int64_t blocks = (args->pixels + {}) / {BLOCK};\n{}for (int64_t from = 0; from < blocks; from += {chunk}) {{\n    const int64_t some = \
+             = args->sums;\nconst int64_t blocks = (args->pixels + {}) / {BLOCK};\n{}for (int64_t from = 0; from < blocks; from += {chunk}) {{\n    const int64_t some = \
              blocks - from < {chunk} ? blocks - from : {chunk};\n    for (int64_t unit = begin; unit < end; unit++) {{\n        const int64_t move = phases[unit / {panels}] * args->pixels + moves[unit / {panels}], panel = unit % \
              {panels} * 2 + (move & 1) * {};\n        const bf16_pair *columns = image + (panel * {pairs} + move / 2 + from * {EXTENT}) * {EXTENT};\n        for (int64_t row = 0; row < {rows}; \
-             row++)\n            {}(gradient + (row * {} + from) * {}, columns, {}, some * {EXTENT}, sums + (unit * {rows} + row) * {}, {PANEL}, from > 0 || args->first_image > 0);\n    }}\n}}\n{}",
+             row++)\n            {}(gradient + (row * {} + from) * {}, columns, {}, some * {EXTENT}, sums + (unit * {rows} + row) * {}, {PANEL}, from > 0 || args->adds);\n    }}\n}}\n{}",
             list(|place| place.0),
             list(|place| place.1),
             self.pairs[0],
             self.pairs[1],
-            self.sums,
             BLOCK - 1,
             amx::BEGIN,
             g.in_channels / EXTENT,
@@ -271,10 +340,12 @@ impl<'a> Emitter<'a> {
         let body = format!(
             "const float *sums = (const float *)(args->workspace + {});\nfor (int64_t o = begin; o < end; o++) {{\n    float line[{all}];\n    for (int64_t unit = 0; unit < {}; unit++) {{\n        \
              const float *from = sums + ((unit * {rows} + o / {PANEL}) * {PANEL} + o % {PANEL}) * {PANEL};\n        float *to = line + unit % {panels} * {} + unit / {panels};\n        for (int64_t c = 0; c < \
-             {PANEL}; c += {EXTENT}) vf_store_stride(to + c * {taps}, {taps}, vf_load(from + c));\n    }}\n    for (int64_t i = 0; i < {all}; i += {EXTENT}) {{\n        const vf value = vf_load(line + i);\n{}    }}\n}}\n",
+             {PANEL}; c += {EXTENT}) {{\n            vf value = vf_load(from + c);\n            for (int64_t slice = 1; slice < {}; slice++) value += vf_load(from + slice * {} + c);\n            vf_store_stride(to + c * {taps}, {taps}, value);\n        }}\n    }}\n    for (int64_t i = 0; i < {all}; i += {EXTENT}) {{\n        const vf value = vf_load(line + i);\n{}    }}\n}}\n",
             self.sums,
             taps * panels,
             PANEL * taps,
+            self.slices,
+            self.sum_bytes() / 4,
             indent(&consume, 8),
         );
         frame.part("Sums in the order of the weight.", "order", &body)
