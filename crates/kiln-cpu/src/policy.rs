@@ -239,8 +239,8 @@ pub const MOVED_SLICE: usize = 9 << 18;
 /// Most bytes of the weight's gradient for that: each slice has its sums.
 pub const MOVED_SUMS: usize = 640 << 10;
 
-/// Bytes of the windows, in pairs of pixels, that a thread writes out at a time for the gradient of a weight on
-/// tiles of AMX: an eighth of L2, where the gradients of the output, turned, and sums lie beside them.
+/// Bytes of the windows, in pairs of pixels, that a thread writes out at a time for the gradient of a weight
+/// on tiles of AMX: an eighth of L2, where the gradients of the output, turned, and sums lie beside them.
 pub const WINDOW_PAIRS: usize = 256 << 10;
 
 /// Fewest pixels of a slice of such a gradient.

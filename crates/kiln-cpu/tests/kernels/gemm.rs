@@ -261,8 +261,8 @@ fn check(cases: &[Case], seed: u64) {
 /// What came of the cases on each instruction set.
 type Results = Vec<Vec<Vec<f32>>>;
 
-/// Runs the cases, as each of these numbers of threads shares them, on every instruction set and compares each
-/// output, gaps included, with the reference.
+/// Runs the cases, as each of these numbers of threads shares them, on every instruction set and compares
+/// each output, gaps included, with the reference.
 fn check_shared<const N: usize>(cases: &[Case], seed: u64, threads: [usize; N]) -> [Results; N] {
     let toolchain = Toolchain::detect().unwrap();
     let mut random = Random::new(seed);

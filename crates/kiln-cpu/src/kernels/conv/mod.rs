@@ -26,8 +26,8 @@
 //! in an order that depends on the shape alone. Tensors of 16 bits are widened where f32 would be copied:
 //! images while they are padded, weights before everything else ([`widened`]). Tiles and narrow groups
 //! support f64; the kernels for special shapes support f32 only. Pairs of bf16 are multiplied where a
-//! convolution or a gradient is a matrix product, and tiles of them on AMX where there are whole tiles of
-//! channels ([`moved`], [`moved_weight`]).
+//! convolution or a gradient is a matrix product, and tiles of them on AMX: read in place where channels fill
+//! tiles ([`moved`], [`moved_weight`]), or of windows that are written out ([`windows`], [`windows_weight`]).
 
 mod blocks;
 mod correlate;

@@ -5,14 +5,15 @@
 //! The depth of these products are pixels. So pairs are of neighbouring pixels: those of the image twice,
 //! because a kernel element that moves pixels by an odd number needs other pairs than one that moves them by
 //! an even one. With a stride the image is in phases, of which the gradient of the output is like one. Where
-//! the padded image has pixels that no result belongs to, the gradient of the output is zero. (So infinity or NaN in the image also reaches kernel elements that never meet it, of the same
-//! channel, whose others have it.)
+//! the padded image has pixels that no result belongs to, the gradient of the output is zero. (So infinity or
+//! NaN in the image also reaches kernel elements that never meet it, of the same channel, whose others have
+//! it.)
 //!
 //! Some images are taken at a time, and some pixels of those: their pairs stay in L2 while all kernel
-//! elements and channels pass. Sums are added up in the workspace. Threads share kernel elements and channels;
-//! where those are few, because the weight is small, each takes slices of the images instead, does with them
-//! all that there is to do, and waits for no other. The sums of slices, whose number depends on the shape
-//! alone, are added up in order.
+//! elements and channels pass. Sums are added up in the workspace. Threads share kernel elements and
+//! channels; where those are few, because the weight is small, each takes slices of the images instead, does
+//! with them all that there is to do, and waits for no other. The sums of slices, whose number depends on the
+//! shape alone, are added up in order.
 
 use super::moved::{FEWEST_PIXELS, MOST_TAPS, are_used};
 use super::phases::{Padding, Phases};

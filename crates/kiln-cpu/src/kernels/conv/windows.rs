@@ -1,9 +1,9 @@
-//! Convolutions of images with any number of channels on tiles of AMX ([`crate::kernels::tile::amx`]), such as
-//! the first layer of a network.
+//! Convolutions of images with any number of channels on tiles of AMX ([`crate::kernels::tile::amx`]), such
+//! as the first layer of a network.
 //!
-//! Where channels do not fill tiles ([`super::moved`]) a pixel's window is written out: in a padded image what
-//! a row of the kernel meets are neighbouring elements, which are copied as whole steps of the depth, with
-//! zeros behind the last. A thread does so for some pixels at a time, which stay in L2 until they are
+//! Where channels do not fill tiles ([`super::moved`]) a pixel's window is written out: in a padded image
+//! what a row of the kernel meets are neighbouring elements, which are copied as whole steps of the depth,
+//! with zeros behind the last. A thread does so for some pixels at a time, which stay in L2 until they are
 //! multiplied. Pixels of the result are counted without gaps, so that none is multiplied in vain.
 
 use std::collections::BTreeSet;
@@ -102,7 +102,7 @@ impl Work<'_> {
 
     /// Pairs between windows: an odd number of lines, so that those of a tile do not fight for L1.
     fn pitch(&self) -> usize {
-        (self.rows * self.steps() | 1) * EXTENT
+        ((self.rows * self.steps()) | 1) * EXTENT
     }
 
     /// Bytes of the windows of a block.

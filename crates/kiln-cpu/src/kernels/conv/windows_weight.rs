@@ -5,9 +5,10 @@
 //! windows as of the gradient of the output. The windows are columns: panels of neighbouring elements of each
 //! row of the kernel (those behind the last are computed and left out).
 //!
-//! Threads share slices of the depth, whose number depends on the shape alone. A slice's windows and gradients
-//! are written out for some pixels at a time, which stay in L2. The sums of the slices are added up in order.
-//! (A last pair of pixels without a second has the first one twice, the gradient of one of which is zero.)
+//! Threads share slices of the depth, whose number depends on the shape alone. A slice's windows and
+//! gradients are written out for some pixels at a time, which stay in L2. The sums of the slices are added up
+//! in order. (A last pair of pixels without a second has the first one twice, the gradient of one of which is
+//! zero.)
 
 use super::moved::{FEWEST_PIXELS, MOST_TAPS};
 use super::phases::{Padding, Phases};
