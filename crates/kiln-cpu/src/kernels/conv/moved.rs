@@ -31,10 +31,10 @@ use crate::policy::{MOVED_RESULT, TILE_DEPTH_THREADS};
 const CHANNELS: usize = 2 * EXTENT;
 
 /// Pixels of the result that a tile function computes.
-const PIXELS: usize = amx::MAX_ROWS;
+pub(super) const PIXELS: usize = amx::MAX_ROWS;
 
 /// Columns of a panel of the weight.
-const WIDE: usize = 2 * EXTENT;
+pub(super) const WIDE: usize = 2 * EXTENT;
 
 /// Fewest pixels of the result: with fewer, reordering the weight takes as long as the products.
 pub(super) const FEWEST_PIXELS: usize = 128;
@@ -97,6 +97,28 @@ fn panels(class: &Class, phases: &Phases) -> usize {
     number(class.count.map(|count| count - 1), phases.reach) / PIXELS + 1
 }
 
+/// Panels of pixels of a block, at most so many, where threads share them all: the busiest thread is done
+/// first. To bring the weight near takes a block as long as two panels.
+pub(super) fn panels_of_block(all: usize, most: usize, threads: usize) -> usize {
+    let time = |group: &usize| all.div_ceil(*group).div_ceil(threads) * (group + 2);
+    (1..=most).min_by_key(time).unwrap_or(1)
+}
+
+/// Loops over the panels of columns of the weight, of `depth` pairs each, and `some` tiles of pixels, around
+/// the `call` of a function of tiles of one or two vectors.
+pub(super) fn column_panels(columns: usize, depth: usize, call: &mut dyn FnMut(usize) -> String) -> String {
+    let full = columns / WIDE * WIDE;
+    let mut panels = |from: usize, to: usize, wide: usize| match from < to {
+        true => format!(
+            "for (int64_t column = {from}; column < {to}; column += {}) {{\n    const bf16_pair *columns = weights + column * {depth};\n    for (int64_t tile = 0; tile < some; tile++)\n        {}}}\n",
+            wide * EXTENT,
+            call(wide)
+        ),
+        false => String::new(),
+    };
+    panels(0, full, 2) + &panels(full, columns, 1)
+}
+
 struct Emitter<'a> {
     spec: &'a ConvSpec<'a>,
     direction: Direction,
@@ -137,9 +159,7 @@ impl Emitter<'_> {
         for (index, class) in classes.iter().enumerate() {
             let panels = panels(class, &self.phases);
             let most = (MOVED_RESULT / (PIXELS * self.pitch() * 4)).clamp(1, 8);
-            // The busiest thread is done first. To bring the weight near takes a block as long as two panels.
-            let time = |group: &usize| (g.images * panels).div_ceil(*group).div_ceil(threads) * (group + 2);
-            let group = (1..=most).min_by_key(time).unwrap_or(1);
+            let group = panels_of_block(g.images * panels, most, threads);
             let weights = workspace;
             workspace += round_up(
                 self.taps(class).len() * self.sides.channels * self.sides.result_channels * 2,
@@ -275,29 +295,10 @@ impl Emitter<'_> {
             self.helpers.insert(helper);
             text
         };
-        let full = columns / WIDE * WIDE;
-        let mut tiles = String::new();
-        let panel = |head: &str, call: &str| {
-            format!(
-                "{head} {{\n    const bf16_pair *columns = weights + column * {};\n    for (int64_t tile = 0; tile < some; tile++)\n        {call}}}\n",
-                taps.len() * channels / 2
-            )
-        };
-        if full > 0 {
-            let head = format!("for (int64_t column = 0; column < {full}; column += {WIDE})");
-            tiles.push_str(&panel(&head, &call(2)));
-        }
-        if full < columns {
-            let head = format!("for (int64_t column = {full}; column < {columns}; column += {EXTENT})");
-            tiles.push_str(&panel(&head, &call(1)));
-        }
+        let tiles = column_panels(columns, taps.len() * channels / 2, &mut call);
         let [depth, height, width] = class.count;
         let [_, padded_height, padded_width] = self.phases.reach;
-        let place = |axis: &str, d: usize| match (class.start[d], class.step[d]) {
-            (0, 1) => axis.to_owned(),
-            (start, step) => format!("({start} + {axis} * {step})"),
-        };
-        let [z, y, x] = [place("z", 0), place("y", 1), place("x", 2)];
+        let [z, y, x] = class.place();
         let consume = (self.spec.epilogue.consume)(
             &PixelPlace {
                 width: Width::Vector,

@@ -16,10 +16,9 @@
 //! shape alone, are added up in order.
 
 use super::moved::{FEWEST_PIXELS, MOST_TAPS, are_used};
-use super::phases::{Padding, Phases};
-use super::{Image, ImageAxis, WeightGradSpec};
+use super::phases::{Padding, Phases, has_halves};
+use super::{ImageAxis, WeightGradSpec};
 use crate::isa::Isa;
-use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::{self, EXTENT};
 use crate::kernels::{KernelText, Width, call_part, indent, round_up};
@@ -38,10 +37,6 @@ const MOST_ORDERED: usize = 64 << 10;
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let g = &spec.geometry;
     let pixels = g.images * g.output.iter().product::<usize>();
-    let halves = |image: &Image<'_>| match &image.memory {
-        Some(memory) => memory.storage == Storage::BF16,
-        None => spec.storage == Storage::BF16,
-    };
     let images = [&spec.input, &spec.output_grad];
     let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps());
     let has_kind = isa.has_tiles() && has_window && g.in_channels * g.taps() <= MOST_ORDERED;
@@ -50,7 +45,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         .all(|channels| channels.is_multiple_of(PANEL));
     let fits = images
         .iter()
-        .all(|image| halves(image) && image.contiguous == Some(ImageAxis::Channel));
+        .all(|image| has_halves(image, spec.storage) && image.contiguous == Some(ImageAxis::Channel));
     let is_kind = has_kind && in_tiles && fits && pixels >= FEWEST_PIXELS;
     if !is_kind {
         return None;

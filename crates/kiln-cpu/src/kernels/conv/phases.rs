@@ -4,7 +4,7 @@
 //! All that a kernel element meets lies in one phase, and what it meets for neighbouring pixels of the result
 //! are neighbours there. Without a stride the padded image is the only phase.
 
-use super::{Image, ImageAxis, PixelPlace, Spatial};
+use super::{Image, ImageAxis, ImageMemory, PixelPlace, Spatial};
 use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::EXTENT;
@@ -98,32 +98,16 @@ impl Padding<'_> {
         let [depth, height, width] = phases.reach;
         let [stride_z, stride_y, stride_x] = phases.stride;
         let [_, across_y, across_x] = phases.number;
-        let place = |width, channel| PixelPlace {
-            width,
-            image: "image",
-            at: ["z", "y", "x"],
-            channel,
-        };
-        let halves = image
-            .memory
-            .as_ref()
-            .filter(|memory| memory.storage == Storage::BF16);
         let by_pixel = image.contiguous == Some(ImageAxis::Channel) && channels.is_multiple_of(EXTENT);
-        let copy = match halves {
-            Some(memory) if by_pixel => format!(
-                "__builtin_memcpy(to, {}, {channels} * sizeof *to);\n",
-                super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
-            ),
-            None if by_pixel => format!(
-                "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(to + c, {});\n",
-                (image.load)(&place(Width::Vector, "c"))
-            ),
-            Some(memory) => format!(
-                "to[c] = *({});\n",
-                super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "c"))
-            ),
+        let copy = match halves(image) {
+            _ if by_pixel => copy_pixel(image, channels),
+            Some(memory) => {
+                let element = super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "c"));
+                format!("to[c] = *({element});\n")
+            }
             None => {
-                Storage::BF16.store(Width::Scalar, "to + c", &(image.load)(&place(Width::Scalar, "c"))) + "\n"
+                let value = (image.load)(&place(Width::Scalar, "c"));
+                Storage::BF16.store(Width::Scalar, "to + c", &value) + "\n"
             }
         };
         // Channels that do not lie together are read row by row.
@@ -145,5 +129,46 @@ impl Padding<'_> {
             planar = across_y * across_x,
         );
         frame.part("Images with zeros around them.", suffix, &body)
+    }
+}
+
+/// The memory of an image that is stored as bf16.
+fn halves<'a>(image: &'a Image<'_>) -> Option<&'a ImageMemory> {
+    image
+        .memory
+        .as_ref()
+        .filter(|memory| memory.storage == Storage::BF16)
+}
+
+/// The place of the C variables `image`, `z`, `y` and `x`.
+fn place(width: Width, channel: &str) -> PixelPlace<'_> {
+    PixelPlace {
+        width,
+        image: "image",
+        at: ["z", "y", "x"],
+        channel,
+    }
+}
+
+/// Statements that copy the channels of the pixel at `image`, `z`, `y` and `x`, which lie together and are
+/// whole vectors, to the C pointer `to` as bf16.
+pub(super) fn copy_pixel(image: &Image<'_>, channels: usize) -> String {
+    match halves(image) {
+        Some(memory) => format!(
+            "__builtin_memcpy(to, {}, {channels} * sizeof *to);\n",
+            super::address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
+        ),
+        None => format!(
+            "for (int64_t c = 0; c < {channels}; c += {EXTENT}) vf_store_bf16(to + c, {});\n",
+            (image.load)(&place(Width::Vector, "c"))
+        ),
+    }
+}
+
+/// Whether an image has elements of bf16, in memory or computed by a kernel for tensors stored as `storage`.
+pub(super) fn has_halves(image: &Image<'_>, storage: Storage) -> bool {
+    match &image.memory {
+        Some(memory) => memory.storage == Storage::BF16,
+        None => storage == Storage::BF16,
     }
 }

@@ -22,6 +22,17 @@ pub(super) struct Class {
     pub step: Spatial,
 }
 
+impl Class {
+    /// C expressions of the place in the result of the pixel `z`, `y`, `x` of the class.
+    pub fn place(&self) -> [String; 3] {
+        let axes = ["z", "y", "x"];
+        [0, 1, 2].map(|d| match (self.start[d], self.step[d]) {
+            (0, 1) => axes[d].to_owned(),
+            (start, step) => format!("({start} + {} * {step})", axes[d]),
+        })
+    }
+}
+
 /// How windows move over the padded image.
 #[derive(Debug, Clone)]
 pub(super) struct Walk {

@@ -8,7 +8,7 @@
 
 use std::collections::BTreeSet;
 
-use super::moved::{FEWEST_PIXELS, MOST_TAPS};
+use super::moved::{FEWEST_PIXELS, MOST_TAPS, PIXELS, WIDE, column_panels, panels_of_block};
 use super::phases::{Padding, Phases};
 use super::walk::{Class, Direction, Sides, Walk};
 use super::{ConvSpec, ImageAxis, PixelPlace, Spatial};
@@ -21,12 +21,6 @@ use crate::policy::{MOVED_RESULT, TILE_DEPTH_THREADS};
 
 /// Elements of a window in a step of a product: the pairs of a tile.
 pub(super) const STEP: usize = 2 * EXTENT;
-
-/// Pixels of the result that a tile function computes.
-const PIXELS: usize = amx::MAX_ROWS;
-
-/// Columns of a panel of the weight.
-const WIDE: usize = 2 * EXTENT;
 
 /// Halves behind a padded image that the last step of a window may read.
 pub(super) const BEHIND: usize = STEP;
@@ -151,9 +145,7 @@ impl Emitter<'_> {
             let panels = (g.images * work.pixels()).div_ceil(PIXELS);
             let of_panel = work.window_bytes() + PIXELS * self.pitch() * 4;
             let most = (MOVED_RESULT / of_panel).clamp(1, 8);
-            // The busiest thread is done first. To bring the weight near takes a block as long as two panels.
-            let time = |group: &usize| panels.div_ceil(*group).div_ceil(threads) * (group + 2);
-            work.group = (1..=most).min_by_key(time).unwrap_or(1);
+            work.group = panels_of_block(panels, most, threads);
             let weight = work.rows * work.steps() * STEP * self.sides.result_channels * 2;
             work.block = work.weights + round_up(weight, 64);
             workspace = work.block + threads * self.block_bytes(&work);
@@ -243,27 +235,8 @@ impl Emitter<'_> {
             self.helpers.insert(helper);
             text
         };
-        let panel = |head: &str, call: &str| {
-            format!(
-                "{head} {{\n    const bf16_pair *columns = weights + column * {};\n    for (int64_t tile = 0; tile < some; tile++)\n        {call}}}\n",
-                work.rows * steps * EXTENT
-            )
-        };
-        let full = columns / WIDE * WIDE;
-        let mut tiles = String::new();
-        if full > 0 {
-            let head = format!("for (int64_t column = 0; column < {full}; column += {WIDE})");
-            tiles.push_str(&panel(&head, &call(2)));
-        }
-        if full < columns {
-            let head = format!("for (int64_t column = {full}; column < {columns}; column += {EXTENT})");
-            tiles.push_str(&panel(&head, &call(1)));
-        }
-        let place = |axis: &str, d: usize| match (class.start[d], class.step[d]) {
-            (0, 1) => axis.to_owned(),
-            (start, step) => format!("({start} + {axis} * {step})"),
-        };
-        let [z, y, x] = [place("z", 0), place("y", 1), place("x", 2)];
+        let tiles = column_panels(columns, work.rows * steps * EXTENT, &mut call);
+        let [z, y, x] = class.place();
         let consume = (self.spec.epilogue.consume)(
             &PixelPlace {
                 width: Width::Vector,

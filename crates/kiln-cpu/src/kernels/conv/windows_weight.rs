@@ -11,11 +11,10 @@
 //! zero.)
 
 use super::moved::{FEWEST_PIXELS, MOST_TAPS};
-use super::phases::{Padding, Phases};
+use super::phases::{Padding, Phases, copy_pixel, has_halves};
 use super::windows::{BEHIND, STEP, first_place, next_place};
-use super::{Image, ImageAxis, PixelPlace, WeightGradSpec, address};
+use super::{ImageAxis, WeightGradSpec};
 use crate::isa::Isa;
-use crate::kernels::element::Storage;
 use crate::kernels::frame::Frame;
 use crate::kernels::tile::amx::{self, EXTENT};
 use crate::kernels::{KernelText, Width, call_part, indent, round_up};
@@ -34,15 +33,11 @@ const MOST_ORDERED: usize = 16 << 10;
 pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<KernelText> {
     let g = &spec.geometry;
     let pixels = g.images * g.output.iter().product::<usize>();
-    let halves = |image: &Image<'_>| match &image.memory {
-        Some(memory) => memory.storage == Storage::BF16,
-        None => spec.storage == Storage::BF16,
-    };
     let has_window = g.groups == 1 && (2..=MOST_TAPS).contains(&g.taps());
     let lies_together = g.dilation[2] == 1 || g.kernel[2] == 1;
     let in_tiles = !g.in_channels.is_multiple_of(PANEL) && g.out_channels.is_multiple_of(PANEL);
-    let fits = halves(&spec.input)
-        && halves(&spec.output_grad)
+    let fits = has_halves(&spec.input, spec.storage)
+        && has_halves(&spec.output_grad, spec.storage)
         && spec.output_grad.contiguous == Some(ImageAxis::Channel)
         && g.in_channels * g.taps() <= MOST_ORDERED;
     let is_kind = isa.has_tiles() && has_window && lies_together && in_tiles && fits;
@@ -163,23 +158,7 @@ impl<'a> Emitter<'a> {
             .flat_map(|z| (0..g.kernel[1]).map(move |y| (z * dz, y * dy)))
             .map(|(z, y)| ((z * height + y) * width * channels).to_string())
             .collect();
-        let place = |width, channel| PixelPlace {
-            width,
-            image: "image",
-            at: ["z", "y", "x"],
-            channel,
-        };
-        let gradient = &self.spec.output_grad;
-        let copy = match &gradient.memory {
-            Some(memory) => format!(
-                "__builtin_memcpy(to, {}, {outputs} * sizeof *to);\n",
-                address(&memory.pointer, memory.strides, &place(Width::Scalar, "0"))
-            ),
-            None => format!(
-                "for (int64_t c = 0; c < {outputs}; c += {EXTENT}) vf_store_bf16(to + c, {});\n",
-                (gradient.load)(&place(Width::Vector, "c"))
-            ),
-        };
+        let copy = copy_pixel(&self.spec.output_grad, outputs);
         let panel = some / 2 * EXTENT;
         let body = format!(
             "static const int64_t rows[] = {{{}}};\nconst uint16_t *padded = (const uint16_t *)args->workspace;\nbf16_pair *windows = (bf16_pair *)(args->workspace + {} + thread * {});\nuint16_t *gradients = (uint16_t *)((char *)windows + \
