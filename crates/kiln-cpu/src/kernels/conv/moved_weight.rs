@@ -264,7 +264,7 @@ impl<'a> Emitter<'a> {
         let channels = self.spec.geometry.in_channels;
         let panels = channels / EXTENT;
         let body = format!(
-            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nconst int64_t pixels = {} * args->pixels;\nfor \
+            "static const uint16_t none[{EXTENT}] = {{0}};\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nconst int64_t pixels = {} * args->pixels;\nfor \
              (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t stop = (unit + 1) * {EXTENT} < {rows} ? (unit + 1) * {EXTENT} : {rows};\n    for (int64_t panel = 0; panel < \
              {panels}; panel++)\n        for (int64_t q = unit * {EXTENT}; q < stop; q++) {{\n            const uint16_t *at[3];\n            for (int i = 0; i < 3; i++) at[i] = 2 * q + i < \
              pixels ? padded + (2 * q + i) * {channels} + panel * {EXTENT} : none;\n            vu_store(pairs + (panel * {rows} + q) * {EXTENT}, vu_zip_bf16(at[0], at[1]));\n            \
@@ -282,7 +282,7 @@ impl<'a> Emitter<'a> {
     fn turn(&self, frame: &Frame<'_>) -> String {
         let channels = self.spec.geometry.out_channels;
         let body = format!(
-            "static const uint16_t none[{EXTENT}];\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nfor \
+            "static const uint16_t none[{EXTENT}] = {{0}};\nconst uint16_t *padded = (const uint16_t *)(args->workspace + {});\nbf16_pair *pairs = (bf16_pair *)(args->workspace + {});\nfor \
              (int64_t block = begin; block < end; block++)\n    for (int64_t c = 0; c < {channels}; c += {EXTENT}) {{\n        vu line[{EXTENT}];\n        for (int l = 0; l < {EXTENT}; l++) {{\n            \
              const int64_t pixel = block * {BLOCK} + 2 * l;\n            const uint16_t *low = pixel < args->pixels ? padded + pixel * {channels} + c : none;\n            const uint16_t *high = pixel \
              + 1 < args->pixels ? padded + (pixel + 1) * {channels} + c : none;\n            line[l] = vu_zip_bf16(low, high);\n        }}\n        vu_transpose(line);\n        bf16_pair *to = \
