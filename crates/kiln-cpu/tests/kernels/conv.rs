@@ -308,6 +308,32 @@ fn random_convolutions_match_f64() {
     check(&cases, 22);
 }
 
+/// Convolutions that only mix channels, which are products of pixels: in each layout, of one to three dimensions.
+#[test]
+fn pointwise_convolutions_match_f64() {
+    let mut random = Random::new(31);
+    let extents = [[1, 1, 7], [1, 5, 6], [3, 4, 5], [2, 1, 3], [3, 1, 1]];
+    let mut cases = Vec::new();
+    for (index, input) in extents.into_iter().enumerate() {
+        for layout in 0..4 {
+            let mut case = Case::of_kind(&mut random, 5);
+            case.geometry.images = 1 + (index + layout) % 3;
+            [case.geometry.input, case.geometry.output] = [input; 2];
+            for sizes in [
+                &mut case.geometry.kernel,
+                &mut case.geometry.stride,
+                &mut case.geometry.dilation,
+            ] {
+                *sizes = [1; 3];
+            }
+            case.geometry.pad = [0; 3];
+            case.last = [layout % 2 == 0, layout / 2 == 0];
+            cases.push(case);
+        }
+    }
+    check(&cases, 32);
+}
+
 /// Convolutions of bf16 with whole tiles of channels, which are products of moved pixels on AMX.
 #[test]
 fn random_convolutions_of_bf16_match_f64() {

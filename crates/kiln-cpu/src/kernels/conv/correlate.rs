@@ -148,15 +148,16 @@ impl PixelRows {
     fn new(spec: &ConvSpec<'_>) -> Self {
         let (g, image) = (&spec.geometry, &spec.image);
         let [depth, height, width] = g.input;
-        let flat = dense_pixels(image, [g.images, depth, height, width]);
+        let flat = is_dense(image, g.input);
         let planes = image.contiguous == Some(ImageAxis::Plane)
             || (image.contiguous == Some(ImageAxis::Width) && flat && depth == 1);
         let result = spec.epilogue.axis(g.input);
+        let apart = flat && !follow_each_other(image, g.images, g.input);
         Self {
             extents: g.input,
             pixels: depth * height * width,
             flat,
-            by_image: planes || result == Some(ImageAxis::Plane),
+            by_image: planes || apart || result == Some(ImageAxis::Plane),
             planes,
             result,
         }
@@ -218,19 +219,28 @@ pub(super) fn number(pixel: &str) -> [String; 4] {
     ["0".into(), "0".into(), "0".into(), pixel.into()]
 }
 
-/// Whether all pixels of an image (and all images, unless it is channels-first) follow each other at one
-/// stride.
-pub(super) fn dense_pixels(image: &Image<'_>, [images, depth, height, width]: [usize; 4]) -> bool {
+/// Whether the pixels of each image follow each other at one stride.
+pub(super) fn is_dense(image: &Image<'_>, [depth, height, width]: Spatial) -> bool {
     let Some(memory) = &image.memory else {
         return image.numbered;
     };
-    let [n, z, y, x, _] = memory.strides;
-    let follows = |outer: i64, inner: i64, extent: usize, repeats: usize| {
-        repeats == 1 || outer == inner * extent as i64
+    let [_, z, y, x, _] = memory.strides;
+    follows(y, x, width, height) && follows(z, x, width * height, depth)
+}
+
+/// Whether the next image of a dense one begins at the pixel after its last.
+pub(super) fn follow_each_other(image: &Image<'_>, images: usize, extents: Spatial) -> bool {
+    let Some(memory) = &image.memory else {
+        return image.numbered;
     };
-    let inside = follows(y, x, width, height) && follows(z, x, width * height, depth);
-    let across = follows(n, x, width * height * depth, images);
-    inside && (across || image.contiguous != Some(ImageAxis::Channel))
+    let [n, _, _, x, _] = memory.strides;
+    follows(n, x, extents.iter().product(), images)
+}
+
+/// Whether an axis with `repeats` elements at stride `outer` goes on where the `extent` elements at stride
+/// `inner` end.
+fn follows(outer: i64, inner: i64, extent: usize, repeats: usize) -> bool {
+    repeats == 1 || outer == inner * extent as i64
 }
 
 struct Emitter<'a> {

@@ -11,7 +11,7 @@
 //! most of the image. However many pixels there are, it is a product once the remaining pixels are
 //! gathered.
 
-use super::correlate::dense_pixels;
+use super::correlate;
 use super::walk::Direction;
 use super::{ConvSpec, Geometry, Image, ImageAxis, PixelPlace, Spatial, WeightGradSpec};
 use crate::isa::Isa;
@@ -283,10 +283,11 @@ struct Grads {
 impl Grads {
     /// Copied to `at` in the workspace, unless the pixels lie in memory as rows.
     fn new(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Self {
-        let [depth, height, width] = g.output;
         match image.plain() {
             Some((pointer, strides))
-                if strides[4] == 1 && dense_pixels(image, [g.images, depth, height, width]) =>
+                if strides[4] == 1
+                    && correlate::is_dense(image, g.output)
+                    && correlate::follow_each_other(image, g.images, g.output) =>
             {
                 Self {
                     base: format!("({pointer})"),

@@ -447,7 +447,8 @@ pub(super) fn as_product<'a>(spec: &'a WeightGradSpec<'a>, isa: Isa) -> Option<G
 fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Option<Operand<'a>> {
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
-    let flat = correlate::dense_pixels(image, [g.images, depth, height, width]);
+    let dense = correlate::is_dense(image, g.input);
+    let flat = dense && correlate::follow_each_other(image, g.images, g.input);
     let plane = height * width;
     match (image.contiguous, &image.memory) {
         (Some(ImageAxis::Channel), Some(memory)) if flat => Some(Operand::stored(
@@ -469,7 +470,9 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
             };
             Some(Operand::computed(Some(Axis::Free), load).standing_for(spec.storage))
         }
-        (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_)) if flat || image.memory.is_none() => {
+        (Some(ImageAxis::Plane), _) | (Some(ImageAxis::Width), Some(_))
+            if dense || image.memory.is_none() =>
+        {
             let load = move |at: &gemm::At<'_>| {
                 let n = format!("({} / {})", at.depth, depth * plane);
                 let z = format!("({} / {plane} % {depth})", at.depth);
