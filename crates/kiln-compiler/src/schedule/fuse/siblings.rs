@@ -102,13 +102,18 @@ impl Fuser<'_> {
         let between =
             |group: &super::Group, at: usize| self.groups[a].after.contains(at) && group.after.contains(b);
         let mut others = self.groups.iter().enumerate();
+        // Pieces of a concatenation, too, which are stored under their own names.
+        let writes = |value: &Value| {
+            let buffer = Buffer::Value(*value);
+            x.stores.iter().any(|store| store.buffer == buffer)
+        };
         let at_own_points = |value: &Value| match x.stores.iter().find(|store| store.value == *value) {
             Some(store) => {
                 let indices = y.uses_of(*value);
                 vars(&store.index) == x.all() && indices.iter().all(|index| *index == store.index)
             }
             // What `a` does not make.
-            None => !x.maps.contains_key(value),
+            None => !x.maps.contains_key(value) && !writes(value),
         };
         x.split.is_none()
             && y.split.is_none()
