@@ -138,7 +138,10 @@ pub struct CompileOptions {
     /// warning that says what differed. A shape for which nothing had to be compiled ([`Dynamic::Auto`],
     /// [`Dynamic::Marked`]) does not count. Default: 8.
     pub recompile_limit: usize,
-    /// Threads of the executable; 0 is the number of cores. Default: 0.
+    /// Threads of the executable; 0 is the number of cores. Results are the same bits on any number of
+    /// threads, but for a step with both [`CompileOptions::autocast`] and [`CompileOptions::memory_budget`]:
+    /// the working memory of threads counts there, what fits decides what is kept, and what is kept is rounded.
+    /// Default: 0.
     pub threads: usize,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
     /// cores: several times faster, with errors of some 1e-3. Default: false.
@@ -160,8 +163,6 @@ pub struct CompileOptions {
     pub buckets: Option<Buckets>,
     /// On how many ranks the region trains ([`CompileOptions::with_data_parallel`]). Default: 1.
     pub ranks: usize,
-    /// Whether the same inputs must give the same bits whatever the number of threads. Default: true.
-    pub deterministic: bool,
     /// Name of the region in reports, dumps and traces. Default: `step`.
     pub name: String,
     /// Folder for the results of each compilation ([`kiln_compiler::debug`]): recorded stream, graphs,
@@ -248,7 +249,6 @@ impl Default for CompileOptions {
             loss_scaling: None,
             buckets: None,
             ranks: 1,
-            deterministic: true,
             name: "step".to_owned(),
             debug: None,
             check: None,
@@ -342,12 +342,6 @@ impl CompileOptions {
     /// Sets [`CompileOptions::tf32`].
     pub fn with_tf32(mut self, tf32: bool) -> Self {
         self.tf32 = tf32;
-        self
-    }
-
-    /// Sets [`CompileOptions::deterministic`].
-    pub fn with_deterministic(mut self, deterministic: bool) -> Self {
-        self.deterministic = deterministic;
         self
     }
 

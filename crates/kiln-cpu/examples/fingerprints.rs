@@ -8,9 +8,8 @@
 //! ```
 //!
 //! It compiles the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given
-//! as files; for each instruction set, on one thread and two, with and without a memory budget, and for
-//! fixed rates of the machine. Nothing depends on the machine that runs the program. A recorded step is the
-//! file `DIR/train_step/step-0/0-recorded.kg` that `KILN_DEBUG=DIR kiln explain --model NAME` writes.
+//! as files; for each instruction set, on one thread and two, with and without a memory budget. Nothing
+//! depends on the machine that runs the program. A recorded step is the file `DIR/train_step/step-0/0-recorded.kg` that `KILN_DEBUG=DIR kiln explain --model NAME` writes.
 
 use std::error::Error;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -20,7 +19,6 @@ use kiln_compiler::{CompileError, Keep, Options, compile};
 use kiln_cpu::{CpuStep, CpuTarget, Isa, SourceFile};
 use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{DType, Graph};
-use kiln_partition::Machine;
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{Sizes, decoder_step};
 
@@ -36,12 +34,7 @@ fn compiled(graph: &Graph, isa: Isa, threads: usize, keep: Keep) -> Result<CpuSt
         keep,
         ..Options::default()
     };
-    let target = CpuTarget {
-        isa,
-        threads,
-        rates: Machine::default(),
-    };
-    compile(graph, &options, &target)
+    compile(graph, &options, &CpuTarget::of(isa, threads))
 }
 
 /// The hash of a source tree.

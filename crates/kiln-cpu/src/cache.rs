@@ -5,7 +5,7 @@
 //! and then finds the entry. The objects that steps are linked from have a store of their own
 //! ([`Objects`]): a program that is started again after an edit compiles the kernels that the edit changed.
 //!
-//! The cache also keeps small texts that are expensive to produce, such as the machine's rates
+//! The cache also keeps small texts that are expensive to produce, such as the verdict on a C compiler
 //! ([`Cache::notes`]).
 
 use std::path::{Path, PathBuf};

@@ -10,6 +10,7 @@ use crate::build::{SourceFile, Toolchain};
 use crate::emit::calls::StepCalls;
 use crate::emit::{self, EmitOptions, KernelCode};
 use crate::isa::Isa;
+use crate::machine::rates;
 use crate::policy::POLICY;
 
 /// The name that messages use.
@@ -25,18 +26,22 @@ pub struct CpuTarget {
     pub isa: Isa,
     /// Most threads that will run the step. Sizes working memory; results do not depend on it.
     pub threads: usize,
-    /// The machine's rates ([`crate::rates`]).
+    /// The machine's rates ([`crate::rates()`]).
     pub rates: Machine,
 }
 
 impl CpuTarget {
-    /// The CPU that `toolchain` compiles for, run by `threads` threads, with the rates of the project's
-    /// reference machine.
+    /// The CPU that `toolchain` compiles for, run by `threads` threads.
     pub fn new(toolchain: &Toolchain, threads: usize) -> Self {
+        Self::of(toolchain.isa(), threads)
+    }
+
+    /// A CPU with these instructions, run by `threads` threads.
+    pub fn of(isa: Isa, threads: usize) -> Self {
         Self {
-            isa: toolchain.isa(),
+            isa,
             threads: threads.max(1),
-            rates: Machine::default(),
+            rates: rates(isa),
         }
     }
 }

@@ -70,7 +70,7 @@ use cranelift_entity::EntitySet;
 use kiln_graph::{Graph, Node, Phase, Value};
 
 pub use budget::{Frontier, Point};
-pub use cost::{Machine, Sample};
+pub use cost::Machine;
 pub use error::PartitionError;
 pub use liveness::{Liveness, Planner};
 pub use phase::{OutputRole, assign_phases, find_phases, find_seeds};

@@ -20,7 +20,6 @@ use burn_backend::DType;
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape};
 use kiln_compiler::buckets::Buckets;
-use kiln_compiler::partition::is_training;
 use kiln_compiler::{Contract, ExternCall, Keep, Options};
 use kiln_cpu::export::ExportedStep;
 use kiln_cpu::family::{CpuMaker, Outcome};
@@ -48,7 +47,7 @@ use crate::storage::Storage;
 pub use places::Places;
 use places::into_bytes;
 pub use process::toolchain;
-use process::{CACHE, machine, pool};
+use process::{CACHE, pool};
 
 /// The graph as compiled code.
 pub struct Cpu {
@@ -74,13 +73,11 @@ pub struct Cpu {
     code_time: AtomicU64,
 }
 
-/// The compiler's options and target for `options`. The machine's rates matter only for a graph with a
-/// choice of what to keep: one that is `trained`.
+/// The compiler's options and target for `options`.
 fn compiler_options(
     options: &CompileOptions,
     toolchain: &Toolchain,
     threads: usize,
-    trained: bool,
 ) -> Result<(Options, CpuTarget), ExecuteError> {
     let keep = options
         .memory_budget
@@ -90,11 +87,7 @@ fn compiler_options(
         autocast: super::autocast(options)?,
         ..Options::default()
     };
-    let mut target = CpuTarget::new(toolchain, threads);
-    if trained {
-        target.rates = machine(toolchain, threads);
-    }
-    Ok((compiler, target))
+    Ok((compiler, CpuTarget::new(toolchain, threads)))
 }
 
 /// The effect of memory budgets on a step: its plans from the fastest to the smallest.
@@ -104,7 +97,7 @@ fn compiler_options(
 /// If there is no C compiler, or the graph cannot be scheduled.
 pub fn memory_curve(graph: &Graph, options: &CompileOptions) -> Result<Vec<Point>, ExecuteError> {
     let threads = pool(options.threads).threads();
-    let (compiler, target) = compiler_options(options, toolchain()?, threads, is_training(graph))?;
+    let (compiler, target) = compiler_options(options, toolchain()?, threads)?;
     Ok(kiln_compiler::memory_curve(graph, &compiler, &target)?)
 }
 
@@ -120,7 +113,7 @@ pub fn split(
     roles: &[OutputRole],
     options: &CompileOptions,
 ) -> Result<Split, ExecuteError> {
-    let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads(), true)?;
+    let (compiler, target) = compiler_options(options, toolchain()?, pool(options.threads).threads())?;
     Ok(kiln_compiler::split(graph, tangents, roles, &compiler, &target)?)
 }
 
@@ -136,7 +129,7 @@ pub fn export(
 ) -> Result<(), StepExportError> {
     let toolchain = toolchain()?;
     let threads = pool(options.threads).threads();
-    let (compiler, target) = compiler_options(options, toolchain, threads, is_training(step.graph))?;
+    let (compiler, target) = compiler_options(options, toolchain, threads)?;
     let build = BuildOptions::default();
     kiln_cpu::export::write(folder, step, &compiler, &target, toolchain, &build)?;
     Ok(())
@@ -158,8 +151,7 @@ impl Cpu {
     ) -> Result<Option<Self>, ExecuteError> {
         let toolchain = toolchain()?;
         let pool = pool(options.threads);
-        let (mut compiler, mut target) =
-            compiler_options(options, toolchain, pool.threads(), is_training(&graph))?;
+        let (mut compiler, mut target) = compiler_options(options, toolchain, pool.threads())?;
         let averaged = ranks::as_collectives(&graph).map_err(ExecuteError::Mean)?;
         let recorded = graph.clone();
         let graph = averaged.map_or(graph, Arc::new);
@@ -475,7 +467,7 @@ impl Executable for Cpu {
             let _ = write!(
                 text,
                 "\nkeeps {} KiB for the backward pass, {share:.0} % of the {} KiB that it reads; computes the rest again in {:.2} ms by \
-                 the cost model",
+                 the cost model of two threads",
                 partition.saved_bytes >> 10,
                 partition.everything_bytes >> 10,
                 partition.recompute_picoseconds as f64 * 1e-9

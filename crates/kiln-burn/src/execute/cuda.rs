@@ -187,7 +187,7 @@ impl Cuda {
             update_in_epilogue: false,
             ..compiler_options(options)?
         };
-        let mut target = target(&gpu, options);
+        let target = target(&gpu, options);
         let recorded = graph.clone();
         let graph = match ranks::connect(&gpu, &graph)? {
             Some(across) => Arc::new(across),
@@ -195,7 +195,6 @@ impl Cuda {
         };
         let mut exchanges = None;
         if has_collectives(&graph) {
-            target.rates = ranks::shared_rates(target.rates)?;
             let met = ranks::meet(&recorded, &graph, &compiler.identity())?;
             compiler.sums = Some(met.sums.clone());
             exchanges = Some(met);

@@ -97,8 +97,20 @@ pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperation
             let w = window(&d.kernel_size, &d.stride, &d.padding, &d.dilation, d.ceil_mode);
             max_with_indices(l, operation, w, &d.x, &d.out, &d.out_indices)
         }
-        M::MaxPool1dWithIndicesBackward(d) => max_backward(l, &d.grad, &d.indices, &d.out),
-        M::MaxPool2dWithIndicesBackward(d) => max_backward(l, &d.grad, &d.indices, &d.out),
+        M::MaxPool1dWithIndicesBackward(d) => {
+            let w = window(
+                &[d.kernel_size],
+                &[d.stride],
+                &[d.padding],
+                &[d.dilation],
+                d.ceil_mode,
+            );
+            max_backward(l, operation, &w, [&d.x, &d.grad, &d.indices], &d.out)
+        }
+        M::MaxPool2dWithIndicesBackward(d) => {
+            let w = window(&d.kernel_size, &d.stride, &d.padding, &d.dilation, d.ceil_mode);
+            max_backward(l, operation, &w, [&d.x, &d.grad, &d.indices], &d.out)
+        }
         _ => Err(Fault::Unsupported("it is no pooling".into())),
     }
 }
@@ -164,7 +176,16 @@ fn max_with_indices(
     l.define(indices, results[1])
 }
 
-fn max_backward(l: &mut Lower, grad: &TensorIr, indices: &TensorIr, out: &TensorIr) -> Done {
+fn max_backward(
+    l: &mut Lower,
+    operation: &OperationIr,
+    window: &Window,
+    [x, grad, indices]: [&TensorIr; 3],
+    out: &TensorIr,
+) -> Done {
+    if !fits(window, x, grad) {
+        return external::keep(l, operation);
+    }
     let (grad, indices) = (l.input(grad)?, l.input(indices)?);
     let input = Dims::from_slice(&shape_of(out)[2..]);
     let dx = l.add(Op::MaxPoolGrad { input }, &[grad, indices])?;

@@ -179,10 +179,7 @@ pub fn write(
         ..options.clone()
     };
     // Whether the program that loads the step asks for tiles is not known here.
-    let target = &CpuTarget {
-        isa: target.isa.without_tiles(),
-        ..target.clone()
-    };
+    let target = &CpuTarget::of(target.isa.without_tiles(), target.threads);
     let compiled = compile(step.graph, &quiet, target).map_err(StepError::from)?;
     if let Some(outside) = compiled.externs.first() {
         return Err(ExportError::Extern {

@@ -18,7 +18,7 @@ use burn::nn::{
 };
 use burn::tensor::activation::{gelu, log_softmax, relu, softmax};
 use burn::tensor::backend::Backend;
-use burn::tensor::module::max_pool2d_with_indices;
+use burn::tensor::module::{max_pool2d, max_pool2d_with_indices};
 use burn::tensor::{Distribution, Tensor};
 
 use crate::models::*;
@@ -50,6 +50,7 @@ programs! {
     an_lstm_without_state_at_first => Any,
     a_gru => Replayed,
     a_convolutional_network => Replayed,
+    windows_that_begin_in_the_padding => Replayed,
     patches_and_the_places_of_largest_elements => Replayed,
     convolutions_of_sequences => Replayed,
     a_transposed_convolution => Replayed,
@@ -470,6 +471,19 @@ fn patches_and_the_places_of_largest_elements(p: &Program) {
     });
     for call in 0..CALLS {
         step.step(LR, p.waves(call, [2, 3, 8, 15]));
+    }
+}
+
+/// In ceil mode the last window may have no element of the image: its maximum is -infinity, and its gradient goes
+/// nowhere.
+fn windows_that_begin_in_the_padding(p: &Program) {
+    let mut step = p.train(images(p), momentum(), |model: &Images<B>, x: T4| {
+        let x = relu(model.first.forward(x));
+        let largest = max_pool2d(x, [2, 2], [2, 2], [1, 1], [1, 1], true);
+        energy(largest.clamp(-1.0, 4.0))
+    });
+    for call in 0..CALLS {
+        step.step(LR, p.waves(call, [2, 2, 8, 5]));
     }
 }
 

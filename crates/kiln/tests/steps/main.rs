@@ -25,6 +25,7 @@ mod shapes_marked;
 mod shapes_pictures;
 mod shapes_precision;
 mod shapes_programs;
+mod thread_counts;
 mod train_step;
 mod weights;
 

@@ -1,11 +1,9 @@
-//! Resources that all compiled steps of the process share: thread pools, the C compiler, the disk cache,
-//! the machine's rates.
+//! Resources that all compiled steps of the process share: thread pools, the C compiler, the disk cache.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use kiln_cpu::{Cache, CpuError, ThreadPool, Toolchain};
-use kiln_partition::Machine;
 
 use crate::execute::ExecuteError;
 
@@ -41,12 +39,3 @@ pub fn toolchain() -> Result<&'static Toolchain, ExecuteError> {
 
 /// The disk cache of compiled steps.
 pub(super) static CACHE: LazyLock<Cache> = LazyLock::new(Cache::from_env);
-
-/// The rates of this machine with so many threads: looked up or measured once.
-pub(super) fn machine(toolchain: &Toolchain, threads: usize) -> Machine {
-    static KNOWN: LazyLock<Mutex<HashMap<usize, Machine>>> = LazyLock::new(Mutex::default);
-    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
-    *known
-        .entry(threads)
-        .or_insert_with(|| kiln_cpu::rates(toolchain, &CACHE, threads))
-}
