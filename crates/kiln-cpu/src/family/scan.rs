@@ -106,8 +106,8 @@ struct Reader {
     function: Option<usize>,
     /// Whether a constant expression is open, up to the next `:` or `;`.
     constant: bool,
-    /// Where a `static` declaration of the body began.
-    static_from: Option<usize>,
+    /// Where a `static` declaration of the body began: its first byte, and the number of tokens before it.
+    static_from: Option<(usize, usize)>,
     /// Literals before the last row of `[..]` began.
     brackets: usize,
 }
@@ -116,6 +116,25 @@ struct Reader {
 fn ends_with(tokens: &[Token<'_>], words: &[&str]) -> bool {
     let is = |(token, word): (&Token<'_>, &&str)| matches!(token, Token::Other { text, .. } if text == word);
     tokens.len() >= words.len() && tokens[tokens.len() - words.len()..].iter().zip(words).all(is)
+}
+
+/// Whether everything that a declaration declares has a value there.
+fn have_values(declaration: &[Token<'_>]) -> bool {
+    let (mut depth, mut has_value) = (0, false);
+    for token in declaration {
+        let Token::Other { text, .. } = token else {
+            continue;
+        };
+        match *text {
+            "(" | "[" | "{" => depth += 1,
+            ")" | "]" | "}" => depth -= 1,
+            "=" => has_value = true,
+            "," if depth == 0 && !has_value => return false,
+            "," if depth == 0 => has_value = false,
+            _ => {}
+        }
+    }
+    has_value
 }
 
 impl Reader {
@@ -178,12 +197,23 @@ impl Reader {
             }
             ")" if self.depth == 0 => self.round = self.round.saturating_sub(1),
             "case" | "__attribute__" | "_Alignas" | "#" => self.constant = true,
-            "static" if self.function.is_some() => self.static_from = Some(at),
+            "static" if self.function.is_some() => self.static_from = Some((at, scanned.tokens.len())),
             ":" => self.constant = false,
             ";" => {
                 self.constant = false;
-                if let Some(from) = self.static_from.take() {
+                if let Some((from, tokens)) = self.static_from.take() {
                     scanned.statics.push((from, end));
+                    let (before, declaration) = scanned.tokens.split_at(tokens);
+                    if !have_values(declaration) {
+                        // Only an object that is static is zero without a value.
+                        let known = before
+                            .iter()
+                            .filter(|token| matches!(token, Token::Literal(_)))
+                            .count();
+                        for literal in &mut scanned.literals[known..] {
+                            literal.place = LiteralPlace::Constant;
+                        }
+                    }
                 }
             }
             _ if self.depth == 0 => self.names.push(word.to_owned()),
@@ -235,5 +265,19 @@ mod tests {
         assert_eq!(scanned.definitions[1].names, ["void", "*", "ctx"]);
         assert!(text[scanned.definitions[1].name..].starts_with("@(void"));
         assert_eq!(scanned.statics.len(), 1);
+    }
+
+    #[test]
+    fn what_is_zero_because_it_is_static_does_not_vary() {
+        let text = "void f(void) { static const int a[] = {1, 2}, b = g(3, 4); static int c[5]; static int d = 6, e[7]; int h = 8; }";
+        let scanned = scan(text);
+        let vary = scanned
+            .literals
+            .iter()
+            .map(|it| it.place == LiteralPlace::Body(0));
+        assert_eq!(
+            vary.collect::<Vec<_>>(),
+            [true, true, true, true, false, false, false, true]
+        );
     }
 }
