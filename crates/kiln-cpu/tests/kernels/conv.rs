@@ -164,33 +164,33 @@ impl Case {
         ]
     }
 
-    /// Calls `body` with the indices of input, output and weight of every product.
-    fn each_product(&self, mut body: impl FnMut(usize, usize, usize)) {
+    /// Calls `body` with the indices of input, output and weight of the products of each tap, the first of which is
+    /// given with the number of channels and what comes between two of them, in the input and in the weight.
+    fn each_tap(&self, mut body: impl FnMut([usize; 3], usize, [usize; 2])) {
         let g = &self.geometry;
         let (input, output) = (self.input(), self.output());
         let (group_in, group_out) = (g.in_channels / g.groups, g.out_channels / g.groups);
         let [oz, oy, ox] = g.output;
         let [kz, ky, kx] = g.kernel;
+        let between = [input[4] as usize, kz * ky * kx];
         for n in 0..g.images {
             for o in 0..g.out_channels {
                 for pixel in 0..oz * oy * ox {
                     let p = [pixel / (oy * ox), pixel / ox % oy, pixel % ox];
                     for t in 0..kz * ky * kx {
                         let k = [t / (ky * kx), t / kx % ky, t % kx];
-                        let q: Vec<i64> = (0..3)
-                            .map(|d| (p[d] * g.stride[d] + k[d] * g.dilation[d]) as i64 - g.pad[d] as i64)
-                            .collect();
+                        let q = [0, 1, 2]
+                            .map(|d| (p[d] * g.stride[d] + k[d] * g.dilation[d]) as i64 - g.pad[d] as i64);
                         if (0..3).any(|d| q[d] < 0 || q[d] >= g.input[d] as i64) {
                             continue;
                         }
-                        for c in 0..group_in {
-                            let channel = o / group_out * group_in + c;
-                            body(
-                                at(input, [n, q[0] as usize, q[1] as usize, q[2] as usize, channel]),
-                                at(output, [n, p[0], p[1], p[2], o]),
-                                (o * group_in + c) * kz * ky * kx + t,
-                            );
-                        }
+                        let channel = o / group_out * group_in;
+                        let first = [
+                            at(input, [n, q[0] as usize, q[1] as usize, q[2] as usize, channel]),
+                            at(output, [n, p[0], p[1], p[2], o]),
+                            o * group_in * kz * ky * kx + t,
+                        ];
+                        body(first, group_in, between);
                     }
                 }
             }
@@ -201,20 +201,31 @@ impl Case {
 impl Case {
     /// Half the output, the input gradient, and the weight plus its gradient.
     fn reference(&self, x: &[f32], dy: &[f32], w: &[f32]) -> [Vec<f64>; 3] {
-        let seen = |v: f32| {
-            if self.computed {
-                f64::from(v).max(0.0)
-            } else {
-                f64::from(v)
-            }
+        let seen = |values: &[f32]| -> Vec<f64> {
+            let smallest = if self.computed { 0.0 } else { f64::NEG_INFINITY };
+            values
+                .iter()
+                .map(|&value| f64::from(value).max(smallest))
+                .collect()
         };
         let mut out = vec![0.0; dy.len()];
         let mut dx = vec![0.0; x.len()];
-        let mut dw: Vec<f64> = w.iter().map(|&w| w.into()).collect();
-        self.each_product(|input, output, weight| {
-            out[output] += 0.5 * seen(x[input]) * f64::from(w[weight]);
-            dx[input] += seen(dy[output]) * f64::from(w[weight]);
-            dw[weight] += seen(dy[output]) * seen(x[input]);
+        let w: Vec<f64> = w.iter().map(|&w| w.into()).collect();
+        let mut dw = w.clone();
+        let (x, dy) = (seen(x), seen(dy));
+        // The tests are hardly optimised.
+        self.each_tap(|[mut input, output, mut weight], channels, between| {
+            let (gradient, mut sum) = (dy[output], 0.0);
+            let mut channel = 0;
+            while channel < channels {
+                sum += x[input] * w[weight];
+                dx[input] += gradient * w[weight];
+                dw[weight] += gradient * x[input];
+                input += between[0];
+                weight += between[1];
+                channel += 1;
+            }
+            out[output] += 0.5 * sum;
         });
         [out, dx, dw]
     }
