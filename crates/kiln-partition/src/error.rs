@@ -7,8 +7,8 @@ use kiln_graph::TypeError;
 pub enum PartitionError {
     /// No plan needs as little memory as was asked for.
     #[error(
-        "the memory budget of {budget} bytes is too small for `{graph}`: the smallest budget that fits is {smallest} \
-         bytes; raise `memory_budget` to it, or make the batch smaller"
+        "the memory budget of {budget} bytes is too small: the smallest budget that fits is {smallest} bytes; \
+         raise `memory_budget` to it, or make the batch smaller"
     )]
     BudgetTooSmall {
         /// Name of the graph.

@@ -38,12 +38,16 @@ pub struct TrainStepBuilder<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOpti
 /// greatest.
 const VARIANTS: (usize, usize) = (8, 256);
 
+/// What a training step is called in reports, dumps and traces.
+const NAME: &str = "train_step";
+
 impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     TrainStepBuilder<B, M, O, F>
 {
-    /// Sets how the step is compiled.
+    /// Sets how the step is compiled. If the options give it no name of its own, it stays `train_step`.
     pub fn with_options(mut self, options: CompileOptions) -> Self {
-        self.options = options;
+        let named = options.name != CompileOptions::default().name;
+        self.options = if named { options } else { options.with_name(NAME) };
         self
     }
 
@@ -227,7 +231,7 @@ where
         optim: impl StepOptimizer<B, M, Simple = O>,
         loss: F,
     ) -> TrainStepBuilder<B, M, O, F> {
-        let options = CompileOptions::default().with_name("train_step");
+        let options = CompileOptions::default().with_name(NAME);
         TrainStepBuilder {
             model: Box::new(model),
             optim: optim.into_adaptor(),
