@@ -36,6 +36,14 @@ const COMMON: i64 = 4;
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
 
+/// Characters of the functions of all samples of a round, after which no more are taken. A core plans and compares
+/// some five million in a second.
+const TEXT: usize = 256 << 20;
+
+/// Samples that are planned before their characters are counted, so that it does not depend on the number of
+/// threads which ones are taken.
+const AT_ONCE: usize = 16;
+
 /// Most nodes of a graph that is sampled at six sizes between powers of two. A larger one is at four, because
 /// planning takes long.
 const LARGE: usize = 2000;
@@ -107,6 +115,7 @@ fn sample<M: Maker>(
     let varying = &state.varying;
     let alone = |graph| Chosen { graph, share: WHOLE };
     let mut chosen: Vec<Chosen> = state.graphs.iter().cloned().map(alone).collect();
+    let mut other = Vec::new();
     if let Some((known, line)) = lines.iter().min_by_key(|(_, line)| line.kinds()) {
         let alike = lines.iter().filter(|(_, other)| other.kinds() == line.kinds());
         let recorded = alike.flat_map(|(_, it)| <[i64; 2]>::from(it.sizes()));
@@ -138,7 +147,7 @@ fn sample<M: Maker>(
                 let graph = line.at(size)?;
                 Some(Chosen { graph, share })
             });
-            chosen.extend(others.filter(|it| may_occur(varying, &it.graph)));
+            other.extend(others.filter(|it| may_occur(varying, &it.graph)));
         }
         let batches = Batches::of(known, graph).filter(|_| state.learned > 0);
         if let Some(batches) = batches {
@@ -148,21 +157,43 @@ fn sample<M: Maker>(
             };
             let sizes = sizes_in_range(batches.lengths, recorded, 1);
             let others = batches.others(graph, line, &sizes, state.learned);
-            chosen.extend(others.into_iter().filter(|it| may_occur(varying, &it.graph)));
+            other.extend(others.into_iter().filter(|it| may_occur(varying, &it.graph)));
         }
     }
     chosen.extend(std::mem::take(&mut state.expected).into_iter().map(alone));
     let own = graph.fingerprint();
-    chosen.retain(|it| {
+    let mut is_new = |it: &Chosen| {
         let fingerprint = it.graph.fingerprint();
         fingerprint != own && state.sampled.insert(fingerprint)
-    });
-    for (at, functions) in functions_of(maker, &chosen) {
-        let units = state.keep_all(&functions);
-        state.samples.push(Sample {
-            units,
-            share: chosen[at].share,
-        });
+    };
+    chosen.retain(&mut is_new);
+    let certain = chosen.len();
+    chosen.extend(other.into_iter().filter(is_new));
+    plan_samples(state, maker, &chosen, certain);
+}
+
+/// Plans the first `certain` graphs, and of the others as many as [`TEXT`] allows, from all lines.
+fn plan_samples<M: Maker>(state: &mut State<M>, maker: &M, chosen: &[Chosen], certain: usize) {
+    let mut order: Vec<usize> = (0..chosen.len()).collect();
+    // Multiples of the golden ratio lie evenly.
+    order[certain..].sort_by_key(|&at| (at as u32).wrapping_mul(0x9e37_79b9));
+    let mut planned = Vec::new();
+    let mut characters = 0;
+    for some in order.chunks(AT_ONCE) {
+        for (at, functions) in functions_of(maker, chosen, some) {
+            characters += functions.iter().map(M::characters).sum::<usize>();
+            planned.push((at, state.keep_all(&functions)));
+        }
+        if characters > TEXT && planned.len() >= certain {
+            break;
+        }
+    }
+    tracing::debug!(target: "kiln::family", samples = planned.len(), of = chosen.len(), characters, "planned");
+    // Templates follow from the order.
+    planned.sort_unstable_by_key(|(at, _)| *at);
+    for (at, units) in planned {
+        let share = chosen[at].share;
+        state.samples.push(Sample { units, share });
     }
 }
 
@@ -367,22 +398,22 @@ fn may_occur(varying: &[Varying], graph: &Graph) -> bool {
         .all(|it| it.extent(graph).is_none_or(|extent| it.range.contains(&extent)))
 }
 
-/// The functions of graphs, which are planned side by side, each with its place. Graphs that cannot be planned
+/// The functions of some graphs, which are planned side by side, each with its place. Graphs that cannot be planned
 /// are left out.
-fn functions_of<M: Maker>(maker: &M, chosen: &[Chosen]) -> Vec<(usize, Vec<M::Function>)> {
+fn functions_of<M: Maker>(maker: &M, chosen: &[Chosen], places: &[usize]) -> Vec<(usize, Vec<M::Function>)> {
     let next = AtomicUsize::new(0);
     let take = || -> Vec<(usize, Vec<M::Function>)> {
         let mut done = Vec::new();
         loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            let Some(it) = chosen.get(at) else { return done };
-            if let Ok(planned) = maker.plan(&it.graph) {
+            let next = next.fetch_add(1, Ordering::Relaxed);
+            let Some(&at) = places.get(next) else { return done };
+            if let Ok(planned) = maker.plan(&chosen[at].graph) {
                 done.push((at, M::into_functions(planned)));
             }
         }
     };
     let mut all = std::thread::scope(|scope| {
-        let others: Vec<_> = (1..maker.jobs().min(chosen.len()))
+        let others: Vec<_> = (1..maker.jobs().min(places.len()))
             .map(|_| scope.spawn(take))
             .collect();
         let mut all = take();
@@ -390,7 +421,7 @@ fn functions_of<M: Maker>(maker: &M, chosen: &[Chosen]) -> Vec<(usize, Vec<M::Fu
         all.extend(others.into_iter().filter_map(|other| other.join().ok()).flatten());
         all
     });
-    // Templates follow from the order.
+    // Units are numbered as they come.
     all.sort_unstable_by_key(|(at, _)| *at);
     all
 }

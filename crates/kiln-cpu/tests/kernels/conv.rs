@@ -468,7 +468,39 @@ fn random_convolutions_of_windows_match_f64() {
 fn random_depthwise_convolutions_of_planes_match_f64() {
     let mut random = Random::new(31);
     let mut cases: Vec<Case> = (0..10).map(|_| Case::of_kind(&mut random, 0)).collect();
+    // Kernels of which elements have no instructions of their own.
+    for (kernel, stride, dilation) in [
+        ([1, 9, 11], [1; 3], [1; 3]),
+        ([1, 23, 15], [1, 1, 2], [1; 3]),
+        ([1, 13, 5], [1, 2, 1], [1, 1, 2]),
+    ] {
+        let mut case = Case::of_kind(&mut random, 0);
+        let input: Spatial = [1, 25, 27];
+        case.geometry = Geometry {
+            images: 2,
+            input,
+            output: [0, 1, 2].map(|d| {
+                let span = (kernel[d] - 1) * dilation[d] + 1;
+                (input[d] + kernel[d] - 1 - span) / stride[d] + 1
+            }),
+            kernel,
+            stride,
+            pad: kernel.map(|extent| extent / 2),
+            dilation,
+            ..case.geometry
+        };
+        cases.push(case);
+    }
     cases.iter_mut().for_each(|case| case.last = [false; 2]);
+    for case in &cases {
+        let lines = |kernel: &KernelText| kernel.source.lines().count();
+        assert!(
+            case.kernels(0, Isa::Avx512)
+                .iter()
+                .all(|kernel| lines(kernel) < 500),
+            "{case:?}"
+        );
+    }
     check(&cases, 32);
 }
 

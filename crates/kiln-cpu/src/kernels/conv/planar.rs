@@ -15,6 +15,10 @@ use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_CONVOLUTION;
 
+/// Most kernel elements of which each has instructions of its own: those of 7 x 7. The gradient of a depthwise
+/// transposed convolution is one with a kernel as large as the image.
+const UNROLLED: usize = 64;
+
 /// Whether a convolution is depthwise over planes.
 fn fits(g: &Geometry, image: &Image<'_>) -> bool {
     let flat = g.kernel[0] == 1 && g.input[0] == 1 && g.output[0] == 1 && g.pad[0] == 0;
@@ -89,7 +93,21 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
 
     let mut weights = String::new();
     let mut taps = String::new();
-    for ty in 0..ky {
+    let count = g.taps();
+    if count > UNROLLED {
+        let tap = match forward {
+            true => format!("ty * {kx} + tx"),
+            false => format!("({} - ty) * {kx} + ({} - tx)", ky - 1, kx - 1),
+        };
+        let [down, across] = [g.dilation[1] * slab.pitch, g.dilation[2]];
+        let pixels = format!("at + x * {} + ty * {down} + tx * {across}", step[1]);
+        taps.push_str(&format!(
+            "for (int64_t ty = 0; ty < {ky}; ty++)\n    for (int64_t tx = 0; tx < {kx}; tx++)\n        sum = vf_fma({}, \
+             vf_set1({weight}[j * {count} + {tap}]), sum);\n",
+            spaced(&pixels, step[1], lanes)
+        ));
+    }
+    for ty in (0..ky).filter(|_| count <= UNROLLED) {
         for tx in 0..kx {
             // The input gradient reads the kernel in reverse.
             let tap = if forward {
@@ -99,8 +117,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
             };
             let offset = ty * g.dilation[1] * slab.pitch + tx * g.dilation[2];
             weights.push_str(&format!(
-                "const vf w{ty}_{tx} = vf_set1({weight}[j * {} + {tap}]);\n",
-                ky * kx
+                "const vf w{ty}_{tx} = vf_set1({weight}[j * {count} + {tap}]);\n"
             ));
             taps.push_str(&format!(
                 "sum = vf_fma({}, w{ty}_{tx}, sum);\n",
@@ -138,7 +155,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         + &frame.part("", "planes", &body);
     let planes = g.images * g.in_channels;
     let calls =
-        frame.run(2 * planes * pixels * ky * kx < SERIAL_CONVOLUTION)(&format!("{name}_planes"), planes);
+        frame.run(2 * planes * pixels * count < SERIAL_CONVOLUTION)(&format!("{name}_planes"), planes);
     Some(frame.finish(source, &calls, each * frame.threads))
 }
 
@@ -151,7 +168,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         return None;
     }
     let lanes = vector::lanes(isa);
-    let [_, ky, kx] = g.kernel;
+    let kx = g.kernel[2];
     let [_, height, width] = g.output;
     let span = [1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
     let before = [g.pad[1] as i64, g.pad[2] as i64];
@@ -163,20 +180,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let y_at = x_slab.bytes(lanes);
     let each = y_at + y_slab.bytes(lanes);
 
-    let taps = ky * kx;
-    let sums: Vec<String> = (0..taps).map(|t| format!("sum{t} = {{0}}")).collect();
-    let mut steps = String::new();
-    let mut folds = String::new();
-    for t in 0..taps {
-        let offset = t / kx * g.dilation[1] * x_slab.pitch + t % kx * g.dilation[2];
-        let x = spaced(
-            &format!("at + x * {} + {offset}", g.stride[2]),
-            g.stride[2],
-            lanes,
-        );
-        steps.push_str(&format!("sum{t} = vf_fma({x}, dy, sum{t});\n"));
-        folds.push_str(&format!("row[{t}] = vf_sum(sum{t});\n"));
-    }
+    let taps = g.taps();
     // Lanes past the end of a row multiply zeros of the gradient, so the image must not be infinite there.
     let guard = if width.is_multiple_of(lanes) {
         String::new()
@@ -184,30 +188,61 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
         let rest = width % lanes;
         format!("const vi inside = x + {lanes} <= {width} ? vi_set1(-1) : vi_iota() < {rest};\n")
     };
-    let steps = if guard.is_empty() {
-        steps
+    let add = |sum: &str, offset: &str| {
+        let x = format!("at + x * {} + {offset}", g.stride[2]);
+        let x = spaced(&x, g.stride[2], lanes);
+        match guard.is_empty() {
+            true => format!("{sum} = vf_fma({x}, dy, {sum});\n"),
+            false => format!("{sum} = vf_fma(vf_select(inside, {x}, (vf){{0}}), dy, {sum});\n"),
+        }
+    };
+    let over_pixels = |steps: &str| {
+        format!(
+            "for (int64_t y = 0; y < {height}; y++) {{\n    const float *at = slab + y * {};\n    for (int64_t x = 0; x < {width}; x += {lanes}) {{\n        \
+             const vf dy = vf_load(grad + y * {} + x);\n{}{}    }}\n}}\n",
+            g.stride[1] * x_slab.pitch,
+            y_slab.pitch,
+            indent(&guard, 8),
+            indent(steps, 8),
+        )
+    };
+    let [down, across] = [g.dilation[1] * x_slab.pitch, g.dilation[2]];
+    // What stands before the images, for each of them, and behind them.
+    let [before_all, each_image, behind_all] = if taps > UNROLLED {
+        let offset = format!("t / {kx} * {down} + t % {kx} * {across}");
+        [
+            format!("for (int64_t t = 0; t < {taps}; t++) row[t] = 0.0f;\n"),
+            format!(
+                "for (int64_t t = 0; t < {taps}; t++) {{\n    const int64_t offset = {offset};\n    vf sum = {{0}};\n{}    row[t] += vf_sum(sum);\n}}\n",
+                indent(&over_pixels(&add("sum", "offset")), 4)
+            ),
+            String::new(),
+        ]
     } else {
-        steps
-            .replace("vf_fma(", "vf_fma(vf_select(inside, ")
-            .replace(", dy, sum", ", (vf){0}), dy, sum")
+        let each = |text: &dyn Fn(usize) -> String| (0..taps).map(text).collect::<String>();
+        let steps = each(&|t| {
+            let offset = t / kx * down + t % kx * across;
+            add(&format!("sum{t}"), &offset.to_string())
+        });
+        let sums: Vec<String> = (0..taps).map(|t| format!("sum{t} = {{0}}")).collect();
+        [
+            format!("vf {};\n", sums.join(", ")),
+            over_pixels(&steps),
+            each(&|t| format!("row[{t}] = vf_sum(sum{t});\n")),
+        ]
     };
     let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 8);
     let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 8);
     let body = format!(
         "float *slab = (float *)(args->workspace + thread * {each}), *grad = (float *)(args->workspace + thread * {each} + {y_at});\nfor (int64_t channel \
-         = begin; channel < end; channel++) {{\n    vf {};\n    for (int64_t image = 0; image < {}; image++) {{\n        {name}_fill_input(args, image, \
-         channel, slab);\n        {name}_fill_output(args, image, channel, grad);\n        for (int64_t y = 0; y < {height}; y++) {{\n            const \
-         float *at = slab + y * {};\n            for (int64_t x = 0; x < {width}; x += {lanes}) {{\n                const vf dy = vf_load(grad + y * {} + \
-         x);\n{}{}            }}\n        }}\n    }}\n    float row[{taps}];\n{}    const int64_t from = channel * {taps};\n    int64_t i = 0;\n    for (; i \
+         = begin; channel < end; channel++) {{\n    float row[{taps}];\n{}    for (int64_t image = 0; image < {}; image++) {{\n        {name}_fill_input(args, image, \
+         channel, slab);\n        {name}_fill_output(args, image, channel, grad);\n{}    }}\n{}    const int64_t from = channel * {taps};\n    int64_t i = 0;\n    for (; i \
          + {lanes} <= {taps}; i += {lanes}) {{\n        vf sum = vf_load(row + i);\n{vector}    }}\n    for (; i < {taps}; i++) {{\n        float sum = \
          row[i];\n{scalar}    }}\n}}\n",
-        sums.join(", "),
+        indent(&before_all, 4),
         g.images,
-        g.stride[1] * x_slab.pitch,
-        y_slab.pitch,
-        indent(&guard, 16),
-        indent(&steps, 16),
-        indent(&folds, 4),
+        indent(&each_image, 8),
+        indent(&behind_all, 4),
     );
     let copy =
         |slab, image, what: &str| fill(slab, image, name, &format!("{name}_fill_{what}"), params, lanes);
