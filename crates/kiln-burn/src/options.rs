@@ -139,9 +139,8 @@ pub struct CompileOptions {
     /// [`Dynamic::Marked`]) does not count. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Results are the same bits on any number of
-    /// threads, but for a step with both [`CompileOptions::autocast`] and [`CompileOptions::memory_budget`]:
-    /// the working memory of threads counts there, what fits decides what is kept, and what is kept is rounded.
-    /// Default: 0.
+    /// threads. With a [`CompileOptions::memory_budget`] they may differ in rounding: the working memory of
+    /// threads counts, and what fits decides what is kept and which operations share a kernel. Default: 0.
     pub threads: usize,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
     /// cores: several times faster, with errors of some 1e-3. Default: false.

@@ -15,7 +15,7 @@ use kiln_graph::{DType, Op, Shape, Value};
 use super::external;
 use super::lower::{Done, Fault, Lower, shape_of, tensor_type};
 
-/// The window of a recorded pooling: scalars in one dimension, arrays in two.
+/// The window of a recorded pooling.
 fn window(
     size: &[usize],
     stride: &[usize],
@@ -33,12 +33,17 @@ fn window(
     }
 }
 
+/// The window of a pooling in one dimension.
+fn line_window(size: usize, stride: usize, padding: usize, dilation: usize, ceil_mode: bool) -> Window {
+    window(&[size], &[stride], &[padding], &[dilation], ceil_mode)
+}
+
 /// Lowers one of the poolings; other operations are the caller's fault and reported as such.
 pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperationIr) -> Done {
     use ModuleOperationIr as M;
     match op {
         M::AvgPool1d(d) => {
-            let w = window(&[d.kernel_size], &[d.stride], &[d.padding], &[1], d.ceil_mode);
+            let w = line_window(d.kernel_size, d.stride, d.padding, 1, d.ceil_mode);
             if !fits(&w, &d.x, &d.out) {
                 return external::keep(l, operation);
             }
@@ -52,7 +57,7 @@ pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperation
             avg(l, w, d.count_include_pad, &d.x, &d.out)
         }
         M::AvgPool1dBackward(d) => {
-            let w = window(&[d.kernel_size], &[d.stride], &[d.padding], &[1], d.ceil_mode);
+            let w = line_window(d.kernel_size, d.stride, d.padding, 1, d.ceil_mode);
             if !fits(&w, &d.x, &d.grad) {
                 return external::keep(l, operation);
             }
@@ -70,13 +75,7 @@ pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperation
         M::AdaptiveAvgPool1dBackward(d) => adaptive_backward(l, &d.grad, &d.out),
         M::AdaptiveAvgPool2dBackward(d) => adaptive_backward(l, &d.grad, &d.out),
         M::MaxPool1d(d) => {
-            let w = window(
-                &[d.kernel_size],
-                &[d.stride],
-                &[d.padding],
-                &[d.dilation],
-                d.ceil_mode,
-            );
+            let w = line_window(d.kernel_size, d.stride, d.padding, d.dilation, d.ceil_mode);
             max(l, operation, w, &d.x, &d.out)
         }
         M::MaxPool2d(d) => {
@@ -84,13 +83,7 @@ pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperation
             max(l, operation, w, &d.x, &d.out)
         }
         M::MaxPool1dWithIndices(d) => {
-            let w = window(
-                &[d.kernel_size],
-                &[d.stride],
-                &[d.padding],
-                &[d.dilation],
-                d.ceil_mode,
-            );
+            let w = line_window(d.kernel_size, d.stride, d.padding, d.dilation, d.ceil_mode);
             max_with_indices(l, operation, w, &d.x, &d.out, &d.out_indices)
         }
         M::MaxPool2dWithIndices(d) => {
@@ -98,13 +91,7 @@ pub(super) fn lower(l: &mut Lower, operation: &OperationIr, op: &ModuleOperation
             max_with_indices(l, operation, w, &d.x, &d.out, &d.out_indices)
         }
         M::MaxPool1dWithIndicesBackward(d) => {
-            let w = window(
-                &[d.kernel_size],
-                &[d.stride],
-                &[d.padding],
-                &[d.dilation],
-                d.ceil_mode,
-            );
+            let w = line_window(d.kernel_size, d.stride, d.padding, d.dilation, d.ceil_mode);
             max_backward(l, operation, &w, [&d.x, &d.grad, &d.indices], &d.out)
         }
         M::MaxPool2dWithIndicesBackward(d) => {

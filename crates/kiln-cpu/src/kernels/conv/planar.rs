@@ -54,6 +54,47 @@ fn fill(
     slab.fill(&load, prefix, function, params, lanes)
 }
 
+/// Weights that are loaded once for a plane, and what adds the products of a vector of pixels to `sum`. Rows of the
+/// slab are `pitch` elements apart, pixels `step`.
+fn products(
+    g: &Geometry,
+    forward: bool,
+    weight: &str,
+    pitch: usize,
+    step: usize,
+    lanes: usize,
+) -> [String; 2] {
+    let ([_, ky, kx], count) = (g.kernel, g.taps());
+    let [down, across] = [g.dilation[1] * pitch, g.dilation[2]];
+    // The input gradient reads the kernel in reverse.
+    if count > UNROLLED {
+        let tap = match forward {
+            true => format!("ty * {kx} + tx"),
+            false => format!("({} - ty) * {kx} + ({} - tx)", ky - 1, kx - 1),
+        };
+        let pixels = format!("at + x * {step} + ty * {down} + tx * {across}");
+        let sums = format!(
+            "for (int64_t ty = 0; ty < {ky}; ty++)\n    for (int64_t tx = 0; tx < {kx}; tx++)\n        sum = vf_fma({}, vf_set1({weight}[j * \
+             {count} + {tap}]), sum);\n",
+            spaced(&pixels, step, lanes)
+        );
+        return [String::new(), sums];
+    }
+    let [mut weights, mut sums] = [String::new(), String::new()];
+    for t in 0..count {
+        let tap = if forward { t } else { count - 1 - t };
+        weights.push_str(&format!(
+            "const vf w{t} = vf_set1({weight}[j * {count} + {tap}]);\n"
+        ));
+        let pixels = format!("at + x * {step} + {}", t / kx * down + t % kx * across);
+        sums.push_str(&format!(
+            "sum = vf_fma({}, w{t}, sum);\n",
+            spaced(&pixels, step, lanes)
+        ));
+    }
+    [weights, sums]
+}
+
 /// The forward convolution or the input gradient, if it is of this kind.
 pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> Option<KernelText> {
     let frame = spec.frame();
@@ -67,7 +108,6 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
         return None;
     }
     let lanes = vector::lanes(isa);
-    let [_, ky, kx] = g.kernel;
     let [_, height, width] = to;
     let span = [1, 2].map(|d| (g.kernel[d] - 1) * g.dilation[d]);
     let forward = direction == Direction::Forward;
@@ -91,40 +131,8 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     let result_at = slab.bytes(lanes);
     let each = result_at + round_up((height * width + lanes) * 4, 64);
 
-    let mut weights = String::new();
-    let mut taps = String::new();
     let count = g.taps();
-    if count > UNROLLED {
-        let tap = match forward {
-            true => format!("ty * {kx} + tx"),
-            false => format!("({} - ty) * {kx} + ({} - tx)", ky - 1, kx - 1),
-        };
-        let [down, across] = [g.dilation[1] * slab.pitch, g.dilation[2]];
-        let pixels = format!("at + x * {} + ty * {down} + tx * {across}", step[1]);
-        taps.push_str(&format!(
-            "for (int64_t ty = 0; ty < {ky}; ty++)\n    for (int64_t tx = 0; tx < {kx}; tx++)\n        sum = vf_fma({}, \
-             vf_set1({weight}[j * {count} + {tap}]), sum);\n",
-            spaced(&pixels, step[1], lanes)
-        ));
-    }
-    for ty in (0..ky).filter(|_| count <= UNROLLED) {
-        for tx in 0..kx {
-            // The input gradient reads the kernel in reverse.
-            let tap = if forward {
-                ty * kx + tx
-            } else {
-                (ky - 1 - ty) * kx + (kx - 1 - tx)
-            };
-            let offset = ty * g.dilation[1] * slab.pitch + tx * g.dilation[2];
-            weights.push_str(&format!(
-                "const vf w{ty}_{tx} = vf_set1({weight}[j * {count} + {tap}]);\n"
-            ));
-            taps.push_str(&format!(
-                "sum = vf_fma({}, w{ty}_{tx}, sum);\n",
-                spaced(&format!("at + x * {} + {offset}", step[1]), step[1], lanes)
-            ));
-        }
-    }
+    let [weights, taps] = products(g, forward, weight, slab.pitch, step[1], lanes);
     let consume = |width| {
         let place = PixelPlace {
             width,
