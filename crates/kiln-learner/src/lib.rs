@@ -160,6 +160,8 @@ where
             let region = &mut *lock(&self.regions.validation);
             place.validate(region, &learner, &*valid, &mut event_processor);
             if let Some(checkpointer) = &mut checkpointer {
+                // Its threads read what the next epoch overwrites.
+                kiln::share_tensors();
                 checkpointer.checkpoint(&learner, epoch, &event_store);
             }
             if early_stopping

@@ -69,6 +69,7 @@ pub use explain::{Explain, memory_curve};
 pub use function::{CompiledFn, compile_fn};
 pub use input::{InputVisitor, KilnBackend, KilnTensor, StepInput, TensorMap};
 pub use kiln_burn::record::DynamicError;
+pub use kiln_burn::table::share as share_tensors;
 pub use kiln_burn::{
     BreakReason, Changed, CompileBackend, CompileEvent, CompileOptions, Dynamic, Error, GraphBreak,
     IndexError, Kiln, KilnDevice, Location, LossScaling, Mismatch, Mode, NumericsCheck, Place, Point,

@@ -17,8 +17,8 @@
 //! its way, or is one that the system has forgotten. Other threads may be about to use it for the first time;
 //! they are waited for as well, but only for [`SHORT_GRACE`], because threads that make batches wait for
 //! long, and the batches before would pile up. Tensors of one thread, nearly all, never linger; so one that
-//! another thread was given may still vanish if the first drops it just while the other hands over its very
-//! first use of it.
+//! another thread was given may vanish if the first drops it just while the other hands over its very first use
+//! of it. A program that gives tensors away says so before ([`super::share`]): then they linger for [`GRACE`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -78,6 +78,9 @@ fn users() -> MutexGuard<'static, Vec<Arc<User>>> {
     USERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Threads that may be given a tensor and have not used it yet. They hand over nothing under this name.
+static OTHERS: LazyLock<Arc<User>> = LazyLock::new(Arc::default);
+
 /// What a thread is whose thread-local values are gone.
 static ENDED: LazyLock<Arc<User>> = LazyLock::new(|| {
     Arc::new(User {
@@ -120,6 +123,13 @@ impl Users {
         if !self.0.iter().any(|other| Arc::ptr_eq(other, &user)) {
             self.0.retain(|other| !other.has_ended());
             self.0.push(user);
+        }
+    }
+
+    /// Notes that other threads may be about to use the tensor.
+    pub(super) fn note_others(&mut self) {
+        if !self.0.iter().any(|other| Arc::ptr_eq(other, &OTHERS)) {
+            self.0.push(OTHERS.clone());
         }
     }
 
@@ -184,7 +194,8 @@ pub(super) fn linger(id: TensorId, slot: &Slot, used_by: &Users) {
         operations: user.operations(),
         grace: if has_used(user) { GRACE } else { SHORT_GRACE },
     };
-    let awaited = users().iter().map(awaited).collect();
+    let others = used_by.0.iter().filter(|user| Arc::ptr_eq(user, &OTHERS));
+    let awaited = users().iter().chain(others).map(awaited).collect();
     let slot = slot.clone();
     let since = Instant::now();
     let mut lingering = lingering();
@@ -340,6 +351,18 @@ mod tests {
         });
         sweep();
         assert!(!is_there(id), "all others have ended");
+    }
+
+    /// The other thread has done nothing yet, not even begun.
+    #[test]
+    fn a_shared_tensor_lingers_for_threads_that_come() {
+        let id = entered();
+        super::super::share();
+        assert!(discard(id));
+        note_operation();
+        let there = thread::spawn(move || is_there(id)).join().unwrap();
+        assert!(there && is_there(id));
+        assert!(lingering()[&id].is_over(Instant::now() + GRACE));
     }
 
     #[test]
