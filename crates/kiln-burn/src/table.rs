@@ -341,7 +341,7 @@ pub fn remove(id: TensorId) -> Option<Slot> {
 /// Burn takes down its count of handles before an operation is handed over. So the last use of a tensor on this
 /// thread may arrive while the other thread's first use of it is on its way, which then found nothing. Tensors
 /// that are shared stay a second longer than their last use. Once a thread has used a tensor, Kiln knows of it
-/// and needs not be told.
+/// and need not be told.
 pub fn share() {
     tensors().values_mut().for_each(|entry| entry.users.note_others());
 }
