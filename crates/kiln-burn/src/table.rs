@@ -338,10 +338,10 @@ pub fn remove(id: TensorId) -> Option<Slot> {
 /// Says that the program is about to give tensors that exist now to another thread, such as one that writes a
 /// checkpoint while the training goes on.
 ///
-/// Burn takes down its count of handles before an operation is handed over. So the last use of a tensor on this
-/// thread may arrive while the other thread's first use of it is on its way, which then found nothing. Tensors
-/// that are shared stay a second longer than their last use. Once a thread has used a tensor, Kiln knows of it
-/// and need not be told.
+/// Burn takes down its count of handles before an operation is handed over. So the last use of a tensor on
+/// this thread may arrive while the other thread's first use of that tensor is on its way, and the first use
+/// would find no elements. Tensors that are shared stay a second longer than their last use. Kiln knows by
+/// itself of threads that have used a tensor before.
 pub fn share() {
     tensors().values_mut().for_each(|entry| entry.users.note_others());
 }

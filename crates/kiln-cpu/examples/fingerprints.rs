@@ -9,7 +9,8 @@
 //!
 //! It compiles the graphs of the tests, random graphs of fixed seeds, and the recorded steps that are given
 //! as files; for each instruction set, on one thread and two, with and without a memory budget. Nothing
-//! depends on the machine that runs the program. A recorded step is the file `DIR/train_step/step-0/0-recorded.kg` that `KILN_DEBUG=DIR kiln explain --model NAME` writes.
+//! depends on the machine that runs the program. A recorded step is the file
+//! `DIR/train_step/step-0/0-recorded.kg` that `KILN_DEBUG=DIR kiln explain --model NAME` writes.
 
 use std::error::Error;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};

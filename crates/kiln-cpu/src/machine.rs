@@ -5,15 +5,15 @@
 //! shares a kernel decides the order of its sums. Measured rates differ between numbers of threads, and
 //! between two moments on a machine with other work, and results would differ with them.
 //!
-//! Only ratios decide, and those of machines with the same instructions are alike: measured on one, on two and
-//! on sixteen threads, they led to the same partition of most models, and elsewhere to one as fast.
+//! Only ratios decide, and those of machines with the same instructions are alike: measured on one, on two
+//! and on sixteen threads, they led to the same partition of most models, and elsewhere to one as fast.
 
 use kiln_partition::Machine;
 
 use crate::isa::Isa;
 
-/// The rates of a machine with these instructions: those of the reference machine ([`Machine::default`]), with
-/// arithmetic as much slower as its vectors are shorter.
+/// The rates of a machine with these instructions: those of the reference machine ([`Machine::default`]),
+/// with arithmetic as much slower as its vectors are shorter.
 pub fn rates(isa: Isa) -> Machine {
     let reference = Machine::default();
     let vectors = isa.lanes() as f64 / Isa::AmxBf16.lanes() as f64;

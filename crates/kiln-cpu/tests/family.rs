@@ -1,5 +1,5 @@
-//! Steps of several shapes that share their functions, against the same functions with constants, the steps that are
-//! compiled alone, and the interpreter.
+//! Steps of several shapes that share their functions, against the same functions with constants, the steps
+//! that are compiled alone, and the interpreter.
 
 use kiln_compiler::Options;
 use kiln_cpu::family::Varying;
@@ -285,7 +285,8 @@ fn shapes_without_elements_are_steps_too() {
     }
 }
 
-/// Convolutions with their gradients, of every kind that has a template of its own, and pooling, on square images.
+/// Convolutions with their gradients, of every kind that has a template of its own, and pooling, on square
+/// images.
 fn images(batch: usize, size: usize) -> (Graph, Vec<HostTensor>, Vec<Scalar>) {
     let (half, quarter) = (size.div_ceil(2), size.div_ceil(2).div_ceil(2));
     let eighth = quarter.div_ceil(2);
@@ -335,8 +336,9 @@ fn images(batch: usize, size: usize) -> (Graph, Vec<HostTensor>, Vec<Scalar>) {
     (graph, tensors, scalars)
 }
 
-/// Compiles the images of these batches and sizes in `family`: the first alone, the others with shared kernels. What
-/// these compute has the bits of kernels for one shape, and is near what the interpreter computes in f64.
+/// Compiles the images of these batches and sizes in `family`: the first alone, the others with shared
+/// kernels. What these compute has the bits of kernels for one shape, and is near what the interpreter
+/// computes in f64.
 fn check_images(family: &Family, sizes: &[(usize, usize)], tolerance: f64) {
     for (number, &(batch, size)) in sizes.iter().enumerate() {
         let what = format!("batch {batch}, size {size}");

@@ -19,8 +19,8 @@ const ROUNDS: usize = 5;
 /// Graphs of other batches that are sampled at once, at most.
 const BATCHES: usize = 32;
 
-/// Sizes at which a batch is sampled: 32nds of the largest size of all samples, which is twice the largest one
-/// that was recorded, and the last bit.
+/// Sizes at which a batch is sampled: 32nds of the largest size of all samples, which is twice the largest
+/// one that was recorded, and the last bit.
 const PLACES: [(i64, i64); 5] = [(15, 1), (14, 0), (8, 1), (26, 0), (4, 1)];
 
 /// What a sample stands for that stands for one size, between those that were recorded.
@@ -36,8 +36,8 @@ const COMMON: i64 = 4;
 /// Nodes of all these samples: planning as many takes a core some three seconds.
 const NODES: usize = 200_000;
 
-/// Characters of the functions of all samples of a round, after which no more are taken. A core plans and compares
-/// some five million in a second.
+/// Characters of the functions of all samples of a round, after which no more are taken. A core plans and
+/// compares some five million in a second.
 const TEXT: usize = 256 << 20;
 
 /// Samples that are planned before their characters are counted, so that it does not depend on the number of
@@ -320,10 +320,10 @@ impl Batches {
         })
     }
 
-    /// Graphs of other batches than that of `graph`, which is on `line`: the last batch of an epoch is smaller,
-    /// and what was learned by then is to suffice. All up to the largest one are sampled if batches have
-    /// varied, too. Each is at some of `sizes`: where the line has the form of a kernel with one batch, another
-    /// one shows which of its numbers follow the batch.
+    /// Graphs of other batches than that of `graph`, which is on `line`: the last batch of an epoch is
+    /// smaller, and what was learned by then is to suffice. All up to the largest one are sampled if batches
+    /// have varied, too. Each is at some of `sizes`: where the line has the form of a kernel with one batch,
+    /// another one shows which of its numbers follow the batch.
     fn others(&self, graph: &Graph, line: &Line, sizes: &[i64], round: usize) -> Vec<Chosen> {
         let batches: Vec<usize> = match self.sizes {
             [one, own] if one == own => (2..own).collect(),
@@ -354,8 +354,8 @@ impl Batches {
     }
 }
 
-/// Each of `batches`, or some of many, with some of `sizes`, which ascend: about `count` pairs, others in each
-/// round.
+/// Each of `batches`, or some of many, with some of `sizes`, which ascend: about `count` pairs, others in
+/// each round.
 ///
 /// A kernel that is unrolled has a text of its own for each batch, and another form from some size on, from
 /// twice that, and where a size is odd. So a batch is sampled at several places.
@@ -398,8 +398,8 @@ fn may_occur(varying: &[Varying], graph: &Graph) -> bool {
         .all(|it| it.extent(graph).is_none_or(|extent| it.range.contains(&extent)))
 }
 
-/// The functions of some graphs, which are planned side by side, each with its place. Graphs that cannot be planned
-/// are left out.
+/// The functions of some graphs, which are planned side by side, each with its place. Graphs that cannot be
+/// planned are left out.
 fn functions_of<M: Maker>(maker: &M, chosen: &[Chosen], places: &[usize]) -> Vec<(usize, Vec<M::Function>)> {
     let next = AtomicUsize::new(0);
     let take = || -> Vec<(usize, Vec<M::Function>)> {

@@ -38,9 +38,9 @@ pub struct Machine {
 }
 
 impl Default for Machine {
-    /// Two threads of the reference machine, an x86-64 server core with AVX-512 and AMX. Measured: a sum of arrays
-    /// of 16 MiB, products of 640 x 640, chains of 64 simple operations on arrays of 512 KiB, sums of random
-    /// numbers.
+    /// Two threads of the reference machine, an x86-64 server core with AVX-512 and AMX. Measured: a sum of
+    /// arrays of 16 MiB, products of 640 x 640, chains of 64 simple operations on arrays of 512 KiB, sums of
+    /// random numbers.
     fn default() -> Self {
         Self {
             bytes_per_second: 54e9,
@@ -50,9 +50,9 @@ impl Default for Machine {
             // Widened to f32.
             f16_flops_per_second: 300e9,
             simple_per_second: 30e9,
-            // Alone an exponential does 5.6e9, a tangent 2.8e9, an error function 2e9; but kernels that compute
-            // one wait for memory as well. Whole steps are as fast with 6e9 as with 1.5e9, and those of vit_small
-            // in f32 keep a sixth less.
+            // Alone an exponential does 5.6e9, a tangent 2.8e9, an error function 2e9; but kernels that
+            // compute one wait for memory as well. Whole steps are as fast with 6e9 as with 1.5e9, and those
+            // of vit_small in f32 keep a sixth less.
             special_per_second: 6e9,
             random_per_second: 3.5e9,
             hidden: 0.8,

@@ -17,8 +17,9 @@
 //! its way, or is one that the system has forgotten. Other threads may be about to use it for the first time;
 //! they are waited for as well, but only for [`SHORT_GRACE`], because threads that make batches wait for
 //! long, and the batches before would pile up. Tensors of one thread, nearly all, never linger; so one that
-//! another thread was given may vanish if the first drops it just while the other hands over its very first use
-//! of it. A program that gives tensors away says so before ([`super::share`]): then they linger for [`GRACE`].
+//! another thread was given may vanish if the first drops it just while the other hands over its very first
+//! use of it. A program that gives tensors away says so before ([`super::share`]): then they linger for
+//! [`GRACE`].
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

@@ -203,15 +203,13 @@ impl Reader {
                 self.constant = false;
                 if let Some((from, tokens)) = self.static_from.take() {
                     scanned.statics.push((from, end));
-                    let (before, declaration) = scanned.tokens.split_at(tokens);
+                    let declaration = &scanned.tokens[tokens..];
                     if !have_values(declaration) {
                         // Only an object that is static is zero without a value.
-                        let known = before
-                            .iter()
-                            .filter(|token| matches!(token, Token::Literal(_)))
-                            .count();
-                        for literal in &mut scanned.literals[known..] {
-                            literal.place = LiteralPlace::Constant;
+                        for token in declaration {
+                            if let Token::Literal(number) = token {
+                                scanned.literals[*number].place = LiteralPlace::Constant;
+                            }
                         }
                     }
                 }

@@ -164,8 +164,9 @@ impl Case {
         ]
     }
 
-    /// Calls `body` with the indices of input, output and weight of the products of each tap, the first of which is
-    /// given with the number of channels and what comes between two of them, in the input and in the weight.
+    /// Calls `body` with the indices of input, output and weight of the products of each tap, the first of
+    /// which is given with the number of channels and what comes between two of them, in the input and in the
+    /// weight.
     fn each_tap(&self, mut body: impl FnMut([usize; 3], usize, [usize; 2])) {
         let g = &self.geometry;
         let (input, output) = (self.input(), self.output());
@@ -319,7 +320,8 @@ fn random_convolutions_match_f64() {
     check(&cases, 22);
 }
 
-/// Convolutions that only mix channels, which are products of pixels: in each layout, of one to three dimensions.
+/// Convolutions that only mix channels, which are products of pixels: in each layout, of one to three
+/// dimensions.
 #[test]
 fn pointwise_convolutions_match_f64() {
     let mut random = Random::new(31);

@@ -474,8 +474,8 @@ fn patches_and_the_places_of_largest_elements(p: &Program) {
     }
 }
 
-/// In ceil mode the last window may have no element of the image: its maximum is -infinity, and its gradient goes
-/// nowhere.
+/// In ceil mode the last window may have no element of the image: its maximum is -infinity, and its gradient
+/// goes nowhere.
 fn windows_that_begin_in_the_padding(p: &Program) {
     let mut step = p.train(images(p), momentum(), |model: &Images<B>, x: T4| {
         let x = relu(model.first.forward(x));

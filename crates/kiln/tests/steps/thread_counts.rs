@@ -1,5 +1,5 @@
-//! Results do not depend on the number of threads: the partition does not, which decides what is rounded under
-//! autocast, and neither does the order of a sum.
+//! Results do not depend on the number of threads: the partition does not, which decides what is rounded
+//! under autocast, and neither does the order of a sum.
 
 use burn::tensor::activation::{relu, sigmoid, softmax, tanh};
 use burn::tensor::module::conv2d;

@@ -229,12 +229,17 @@ pub(super) fn is_dense(image: &Image<'_>, [depth, height, width]: Spatial) -> bo
 }
 
 /// Whether the next image of a dense one begins at the pixel after its last.
-pub(super) fn follow_each_other(image: &Image<'_>, images: usize, extents: Spatial) -> bool {
+fn follow_each_other(image: &Image<'_>, images: usize, extents: Spatial) -> bool {
     let Some(memory) = &image.memory else {
         return image.numbered;
     };
     let [n, _, _, x, _] = memory.strides;
     follows(n, x, extents.iter().product(), images)
+}
+
+/// Whether all pixels of all images follow each other at one stride.
+pub(super) fn are_dense(image: &Image<'_>, images: usize, extents: Spatial) -> bool {
+    is_dense(image, extents) && follow_each_other(image, images, extents)
 }
 
 /// Whether an axis with `repeats` elements at stride `outer` goes on where the `extent` elements at stride

@@ -285,9 +285,7 @@ impl Grads {
     fn new(frame: &Frame<'_>, g: &Geometry, image: &Image<'_>, at: usize) -> Self {
         match image.plain() {
             Some((pointer, strides))
-                if strides[4] == 1
-                    && correlate::is_dense(image, g.output)
-                    && correlate::follow_each_other(image, g.images, g.output) =>
+                if strides[4] == 1 && correlate::are_dense(image, g.images, g.output) =>
             {
                 Self {
                     base: format!("({pointer})"),

@@ -15,8 +15,8 @@ use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_CONVOLUTION;
 
-/// Most kernel elements of which each has instructions of its own: those of 7 x 7. The gradient of a depthwise
-/// transposed convolution is one with a kernel as large as the image.
+/// Most kernel elements of which each has instructions of its own: those of 7 x 7. The gradient of a
+/// depthwise transposed convolution is one with a kernel as large as the image.
 const UNROLLED: usize = 64;
 
 /// Whether a convolution is depthwise over planes.
@@ -54,8 +54,8 @@ fn fill(
     slab.fill(&load, prefix, function, params, lanes)
 }
 
-/// Weights that are loaded once for a plane, and what adds the products of a vector of pixels to `sum`. Rows of the
-/// slab are `pitch` elements apart, pixels `step`.
+/// Weights that are loaded once for a plane, and what adds the products of a vector of pixels to `sum`. Rows
+/// of the slab are `pitch` elements apart, pixels `step`.
 fn products(
     g: &Geometry,
     forward: bool,

@@ -448,7 +448,7 @@ fn pixels_of<'a>(image: &'a super::Image<'_>, spec: &WeightGradSpec<'_>) -> Opti
     let g = &spec.geometry;
     let [depth, height, width] = g.input;
     let dense = correlate::is_dense(image, g.input);
-    let flat = dense && correlate::follow_each_other(image, g.images, g.input);
+    let flat = correlate::are_dense(image, g.images, g.input);
     let plane = height * width;
     match (image.contiguous, &image.memory) {
         (Some(ImageAxis::Channel), Some(memory)) if flat => Some(Operand::stored(
