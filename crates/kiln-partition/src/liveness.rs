@@ -7,7 +7,7 @@
 //! pointwise result takes over the buffer of an operand that dies with it. It knows no fusion and no
 //! fragmentation.
 
-use cranelift_entity::SecondaryMap;
+use cranelift_entity::{EntitySet, SecondaryMap};
 use kiln_graph::op::Op;
 use kiln_graph::{Graph, Node, Value};
 
@@ -48,20 +48,21 @@ impl Liveness {
 }
 
 fn profile(graph: &Graph) -> Vec<u64> {
-    // The value whose buffer each value lies in; arguments and what replaces them have none here.
+    let mut replaces: EntitySet<Value> = EntitySet::with_capacity(graph.num_values());
+    for output in graph.outputs.iter().filter(|output| output.alias.is_some()) {
+        replaces.insert(output.value);
+    }
+    // The value whose buffer each value lies in; arguments and what replaces them have none here, nor
+    // have views of those.
     let mut base: SecondaryMap<Value, Option<Value>> = SecondaryMap::new();
     for (value, data) in graph.values() {
         let node = graph.node(data.node);
         base[value] = match node.op {
+            _ if replaces.contains(value) => None,
             Op::Parameter { .. } | Op::Scalar { .. } | Op::Constant { .. } => None,
             Op::Reshape(_) => base[node.inputs[0]],
             _ => Some(value),
         };
-    }
-    for output in &graph.outputs {
-        if output.alias.is_some() {
-            base[output.value] = None;
-        }
     }
     let mut last: SecondaryMap<Value, Option<Node>> = SecondaryMap::new();
     let mut stays: SecondaryMap<Value, bool> = SecondaryMap::new();

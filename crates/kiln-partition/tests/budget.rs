@@ -155,3 +155,23 @@ fn a_planner_that_fails_is_heard() {
     let error = partition_within(&graph, &Options::default(), 1, failing).unwrap_err();
     assert!(error.to_string().contains("out of pencils"), "{error}");
 }
+
+/// A second optimizer, or a second forward pass behind an update, reads the parameter's new value in another
+/// shape. Neither the new value nor its views take memory of the arena.
+#[test]
+fn a_view_of_an_updated_parameter_takes_no_memory() {
+    let text = "graph @updated {
+  %w = parameter 0 : f32[64,32]
+  %x = parameter 1 : f32[64,32]
+  %new = sub %w, %x : f32[64,32]         ; opt
+  %flat = reshape %new : f32[2048]       ; opt
+  %square = mul %flat, %flat : f32[2048] ; opt
+  %again = add %square, %square : f32[2048] ; opt
+  %sum = reduce sum %again {axes=[0]} : f32[] ; opt
+  return %new (alias 0), %sum
+}";
+    let graph = Graph::parse(text).expect("well formed");
+    let profile = Liveness.profile(&graph);
+    // The square, whose buffer the next takes over, and the sum.
+    assert_eq!(profile.iter().max(), Some(&(4 * 2048 + 4)), "{profile:?}");
+}
