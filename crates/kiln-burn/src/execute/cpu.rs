@@ -468,8 +468,8 @@ impl Executable for Cpu {
                 text,
                 "\nkeeps {} KiB for the backward pass, {share:.0} % of the {} KiB that it reads; computes the rest again in {:.2} ms by \
                  the cost model of two threads",
-                partition.saved_bytes >> 10,
-                partition.everything_bytes >> 10,
+                partition.saved_bytes.div_ceil(1 << 10),
+                partition.everything_bytes.div_ceil(1 << 10),
                 partition.recompute_picoseconds as f64 * 1e-9
             );
             if let Some(chunks) = &partition.chunks {
