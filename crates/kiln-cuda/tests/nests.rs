@@ -373,6 +373,41 @@ fn a_warp_has_a_row_by_fours() {
     batch.compile();
 }
 
+/// Two rows abreast, each with four warps, and a sum over all rows of the block behind them: the barrier of a row
+/// that is done with its rows is not the one at which the other still waits.
+#[test]
+fn groups_and_the_block_have_barriers_of_their_own() {
+    let (whole, row) = ("f32[1024,130]", "f32[1024]");
+    let mut batch = Batch::default();
+    batch.add(
+        &format!(
+            "%x = parameter P : {whole}\n%c = constant 0.0076923077 : f32[]\n%s = reduce sum %x {{axes=[1]}} : {row}\n\
+             %cc = broadcast %c {{dims=[]}} : {row}\n%m = mul %s, %cc : {row}\n%mm = broadcast %m {{dims=[0]}} : {whole}\n\
+             %d = sub %x, %mm : {whole}\n%q = mul %d, %d : {whole}\n%v = reduce sum %q {{axes=[1]}} : {row}\n\
+             %vv = broadcast %v {{dims=[0]}} : {whole}\n%y = mul %q, %vv : {whole}\n%t = reduce sum %y {{axes=[0,1]}} : f32[]\n\
+             %u = reduce sum %q {{axes=[0,1]}} : f32[]"
+        ),
+        &["%y", "%t", "%u"],
+    );
+    let step = Differential::new(&parse(&batch.text())).compile().unwrap();
+    let sizes = |text: &str, function: &str| -> BTreeSet<String> {
+        text.split(function)
+            .skip(1)
+            .filter_map(|rest| Some(rest.split_once(", ")?.1.split_once('>')?.0.to_owned()))
+            .collect()
+    };
+    let mut both = false;
+    for function in &step.code.functions {
+        let text = &function.text.body;
+        let (groups, blocks) = (sizes(text, "kiln_group<"), sizes(text, "kiln_of_block<"));
+        assert!(groups.len() <= 1 && blocks.len() <= 1, "{text}");
+        both |= groups.contains("128") && blocks.contains("256");
+    }
+    assert!(both, "{}", step.code.functions[0].text.body);
+    batch.check();
+    batch.compile();
+}
+
 #[test]
 fn sums_of_everything() {
     for dtype in FLOATS {

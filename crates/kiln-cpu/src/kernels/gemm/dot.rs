@@ -194,13 +194,13 @@ impl ColumnGroups {
         for c in 0..some {
             let right = match &spec.b.halves {
                 Some(memory) if pairs => format!(
-                    "const vu right{c} = vu_load((const bf16_pair *)({}));\n",
+                    "const vu column{c} = vu_load((const bf16_pair *)({}));\n",
                     pack::place(memory, &place(c), "k")
                 ),
-                _ => format!("const {vf} right{c} = {};\n", load(Width::Vector, c)),
+                _ => format!("const {vf} column{c} = {};\n", load(Width::Vector, c)),
             };
             step.push_str(&right);
-            tail.push_str(&format!("const {real} right{c} = {};\n", load(Width::Scalar, c)));
+            tail.push_str(&format!("const {real} column{c} = {};\n", load(Width::Scalar, c)));
         }
         for r in 0..*m {
             for c in 0..some {
@@ -209,17 +209,17 @@ impl ColumnGroups {
                 let (next, last) = match pairs {
                     true => (
                         format!(
-                            "vf_dot_bf16(vu_load((const bf16_pair *)(few + {x} + k)), right{c}, sum{r}_{c})"
+                            "vf_dot_bf16(vu_load((const bf16_pair *)(few + {x} + k)), column{c}, sum{r}_{c})"
                         ),
                         format!("sf_from_bf16(few[{x} + k])"),
                     ),
                     false => (
-                        format!("{vf}_fma({vf}_load(few + {x} + k), right{c}, sum{r}_{c})"),
+                        format!("{vf}_fma({vf}_load(few + {x} + k), column{c}, sum{r}_{c})"),
                         format!("few[{x} + k]"),
                     ),
                 };
                 step.push_str(&format!("sum{r}_{c} = {next};\n"));
-                tail.push_str(&format!("{total} = {sf}_fma({last}, right{c}, {total});\n"));
+                tail.push_str(&format!("{total} = {sf}_fma({last}, column{c}, {total});\n"));
                 end.push_str(&format!("total[{}] = {vf}_sum(sum{r}_{c});\n", r * some + c));
             }
         }

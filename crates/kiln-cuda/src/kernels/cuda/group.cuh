@@ -33,20 +33,24 @@ inline kiln_u64 kiln_partner(kiln_u64 x, int apart) { return __shfl_xor_sync(0xf
 inline float kiln_partner(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 inline double kiln_partner(double x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 
-// Waits for all threads of the own group of some warps. A block has at most fifteen such groups.
-template <int GROUP> inline void kiln_group_barrier()
+// Waits for all threads of the own group of some warps, or of the block. A block has at most fifteen such groups.
+// Their barriers are not the block's: a group whose rows are done may wait for the block while another still
+// waits for itself, and a barrier that is met with two numbers of threads is an illegal instruction, or lets
+// threads go too early.
+template <int GROUP, bool BLOCK> inline void kiln_group_barrier()
 {
 #ifdef KILN_HOST
     __syncthreads();
 #else
-    asm volatile("bar.sync %0, %1;" :: "r"(1 + threadIdx.x / GROUP), "n"(GROUP) : "memory");
+    if (BLOCK) __syncthreads();
+    else asm volatile("bar.sync %0, %1;" :: "r"(1 + threadIdx.x / GROUP), "n"(GROUP) : "memory");
 #endif
 }
 
 // What the GROUP threads of each group have, joined; every thread of the group gets it. Pairs are joined,
 // then pairs of pairs, which gives both of a pair the same bits; then the warps are joined one after the
 // other.
-template <class By, int GROUP, class T> inline T kiln_group(T x)
+template <class By, int GROUP, bool BLOCK, class T> inline T kiln_joined(T x)
 {
     constexpr int within = GROUP < 32 ? GROUP : 32;
     #pragma unroll
@@ -57,11 +61,17 @@ template <class By, int GROUP, class T> inline T kiln_group(T x)
         __shared__ T warps[32];
         const int first = threadIdx.x / GROUP * count;
         // Nobody writes these parts before everybody has read those of the reduction before.
-        kiln_group_barrier<GROUP>();
+        kiln_group_barrier<GROUP, BLOCK>();
         if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
-        kiln_group_barrier<GROUP>();
+        kiln_group_barrier<GROUP, BLOCK>();
         x = warps[first];
         for (int warp = 1; warp < count; warp++) x = By::join(x, warps[first + warp]);
     }
     return x;
 }
+
+// The same for groups of a block, all of one size.
+template <class By, int GROUP, class T> inline T kiln_group(T x) { return kiln_joined<By, GROUP, false>(x); }
+
+// The same for all threads of a block, whatever groups it has besides.
+template <class By, int THREADS, class T> inline T kiln_of_block(T x) { return kiln_joined<By, THREADS, true>(x); }
