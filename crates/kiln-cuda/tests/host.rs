@@ -176,7 +176,7 @@ fn lanes_exchange_values() {
 fn the_block_reductions_of_the_prelude() {
     let kernel = OneKernel {
         body: "float x = (float)in[threadIdx.x];
-float sum = kiln_block<kiln_sum, 128>(x), most = kiln_block<kiln_max, 128>(x);
+float sum = kiln_block<kiln_by_sum, 128>(x), most = kiln_block<kiln_by_max, 128>(x);
 out[threadIdx.x] = (unsigned)(sum + most);",
         threads: 128,
         bytes: [512, 512],

@@ -73,8 +73,8 @@ void cross_entropy(const float* logits, const kiln_u32* labels, float* loss, flo
     const kiln_u64 at = blockIdx.x * 1024ull + threadIdx.x * 4;
     v.load(logits + at);
     float most = v.at[0];
-    for (int j = 1; j < 4; j++) most = kiln_max::join(most, v.at[j]);
-    most = kiln_block<kiln_max, 256>(most);
+    for (int j = 1; j < 4; j++) most = kiln_by_max::join(most, v.at[j]);
+    most = kiln_block<kiln_by_max, 256>(most);
     const kiln_u32 label = labels[blockIdx.x];
     float sum = 0, right = 0;
     for (int j = 0; j < 4; j++) {
@@ -82,8 +82,8 @@ void cross_entropy(const float* logits, const kiln_u32* labels, float* loss, flo
         v.at[j] = expf(v.at[j] - most);
         sum += v.at[j];
     }
-    sum = kiln_block<kiln_sum, 256>(sum);
-    right = kiln_block<kiln_sum, 256>(right);
+    sum = kiln_block<kiln_by_sum, 256>(sum);
+    right = kiln_block<kiln_by_sum, 256>(right);
     for (int j = 0; j < 4; j++) v.at[j] = v.at[j] / sum - (threadIdx.x * 4 + j == label ? 1.0f : 0.0f);
     v.store(gradient + at);
     if (threadIdx.x == 0) loss[blockIdx.x] = logf(sum) + most - right;

@@ -373,8 +373,8 @@ fn a_warp_has_a_row_by_fours() {
     batch.compile();
 }
 
-/// Two rows abreast, each with four warps, and a sum over all rows of the block behind them: the barrier of a row
-/// that is done with its rows is not the one at which the other still waits.
+/// Two rows abreast, each with four warps, and a sum over all rows of the block behind them: the barrier of a
+/// group that is done with its rows is not the one at which the other still waits.
 #[test]
 fn groups_and_the_block_have_barriers_of_their_own() {
     let (whole, row) = ("f32[1024,130]", "f32[1024]");
@@ -399,7 +399,7 @@ fn groups_and_the_block_have_barriers_of_their_own() {
     let mut both = false;
     for function in &step.code.functions {
         let text = &function.text.body;
-        let (groups, blocks) = (sizes(text, "kiln_group<"), sizes(text, "kiln_of_block<"));
+        let (groups, blocks) = (sizes(text, "kiln_group<"), sizes(text, "kiln_block<"));
         assert!(groups.len() <= 1 && blocks.len() <= 1, "{text}");
         both |= groups.contains("128") && blocks.contains("256");
     }

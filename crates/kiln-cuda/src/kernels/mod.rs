@@ -13,8 +13,6 @@ pub mod product;
 pub const PRELUDE: &str = concat!(
     include_str!("cuda/types.cuh"),
     "\n",
-    include_str!("cuda/reduce.cuh"),
-    "\n",
     include_str!("cuda/philox.cuh"),
     "\n",
     include_str!("cuda/math.cuh"),

@@ -118,7 +118,7 @@ impl Writer<'_> {
         let (name, by) = (&late.name, c::joiner(late.op));
         let stored = c::narrowed(partials.dtype, name);
         format!(
-            "{name} = kiln_of_block<{by}, {threads}>({name});\nif (threadIdx.x == 0) {}[0] = {stored};\n",
+            "{name} = kiln_block<{by}, {threads}>({name});\nif (threadIdx.x == 0) {}[0] = {stored};\n",
             partials.address
         )
     }

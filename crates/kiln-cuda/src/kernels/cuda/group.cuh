@@ -33,8 +33,8 @@ inline kiln_u64 kiln_partner(kiln_u64 x, int apart) { return __shfl_xor_sync(0xf
 inline float kiln_partner(float x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 inline double kiln_partner(double x, int apart) { return __shfl_xor_sync(0xffffffffu, x, apart); }
 
-// Waits for all threads of the own group of some warps, or of the block. A block has at most fifteen such groups.
-// Their barriers are not the block's: a group whose rows are done may wait for the block while another still
+// Waits for all threads of the own group of some warps, or of the block. A block has at most fifteen such
+// groups. Their barriers are not the block's: a group whose rows are done may wait for the block while another still
 // waits for itself, and a barrier that is met with two numbers of threads is an illegal instruction, or lets
 // threads go too early.
 template <int GROUP, bool BLOCK> inline void kiln_group_barrier()
@@ -74,4 +74,4 @@ template <class By, int GROUP, bool BLOCK, class T> inline T kiln_joined(T x)
 template <class By, int GROUP, class T> inline T kiln_group(T x) { return kiln_joined<By, GROUP, false>(x); }
 
 // The same for all threads of a block, whatever groups it has besides.
-template <class By, int THREADS, class T> inline T kiln_of_block(T x) { return kiln_joined<By, THREADS, true>(x); }
+template <class By, int THREADS, class T> inline T kiln_block(T x) { return kiln_joined<By, THREADS, true>(x); }
