@@ -282,6 +282,56 @@ out[threadIdx.x] = x;",
     assert_eq!(warps.words(), [vec![1; 32], vec![66; 32]].concat());
 }
 
+/// Groups of warps wait for themselves, and one may be rounds ahead of another.
+#[test]
+fn barriers_of_groups() {
+    let groups = OneKernel {
+        body: "__shared__ unsigned part[128];
+const unsigned group = threadIdx.x / 64;
+part[threadIdx.x] = in[threadIdx.x];
+kiln_bar_sync(1 + group, 64);
+const unsigned other = part[group * 64 + 63 - threadIdx.x % 64];
+if (group == 1) kiln_bar_sync(2, 64);
+__syncthreads();
+out[threadIdx.x] = other + part[threadIdx.x ^ 64];",
+        threads: 128,
+        bytes: [512, 512],
+        ..OneKernel::default()
+    };
+    let expected = (0..128).map(|i: u32| i / 64 * 64 + 63 - i % 64 + (i ^ 64));
+    assert_eq!(groups.words(), expected.collect::<Vec<u32>>());
+    let fault = |body: &'static str| {
+        OneKernel {
+            body,
+            threads: 128,
+            ..groups
+        }
+        .fault()
+    };
+    let shared = fault("kiln_bar_sync(1, threadIdx.x < 64 ? 128 : 64);");
+    assert_eq!(
+        shared,
+        "kernel one, block (0, 0, 0): thread 64 waits for 64 threads at barrier 1, where others wait for 128, at one:5"
+    );
+    let alone = fault("if (threadIdx.x < 32) kiln_bar_sync(1, 64);");
+    assert!(
+        alone.contains("thread 0 waits for its group at one:5, thread 32 has ended"),
+        "{alone}"
+    );
+    // What two groups share needs the block's barrier: some order of threads shows it.
+    let early = OneKernel {
+        body: "__shared__ unsigned part[128];
+part[threadIdx.x] = in[threadIdx.x];
+kiln_bar_sync(1 + threadIdx.x / 64, 64);
+out[threadIdx.x] = part[threadIdx.x ^ 64];",
+        ..groups
+    };
+    let step = HostStep::build(&early.code()).unwrap();
+    let run = |step: &HostStep| step.run(&mut [counting(128)], &[]).unwrap();
+    let forward = run(&step);
+    assert_ne!(forward, run(&step.backward(true)));
+}
+
 #[test]
 fn writes_outside_of_a_buffer() {
     let behind = OneKernel {

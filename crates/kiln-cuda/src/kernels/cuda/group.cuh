@@ -39,12 +39,8 @@ inline double kiln_partner(double x, int apart) { return __shfl_xor_sync(0xfffff
 // threads go too early.
 template <int GROUP, bool BLOCK> inline void kiln_group_barrier()
 {
-#ifdef KILN_HOST
-    __syncthreads();
-#else
     if (BLOCK) __syncthreads();
-    else asm volatile("bar.sync %0, %1;" :: "r"(1 + threadIdx.x / GROUP), "n"(GROUP) : "memory");
-#endif
+    else kiln_bar_sync(1 + threadIdx.x / GROUP, GROUP);
 }
 
 // What the GROUP threads of each group have, joined; every thread of the group gets it. Pairs are joined,

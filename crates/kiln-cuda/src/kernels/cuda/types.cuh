@@ -119,6 +119,12 @@ inline unsigned char* kiln_dynamic_shared()
     extern __shared__ uint4 kiln_shared[];
     return (unsigned char*)kiln_shared;
 }
+
+// Waits until `threads` threads of the block, whole warps, wait at barrier `number`.
+inline void kiln_bar_sync(int number, int threads)
+{
+    asm volatile("bar.sync %0, %1;" :: "r"(number), "r"(threads) : "memory");
+}
 #endif
 
 // N neighbouring elements, loaded and stored 16 bytes at a time. Their address is a multiple of 16.

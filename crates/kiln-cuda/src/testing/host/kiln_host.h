@@ -4,8 +4,11 @@
 // barrier or where the lanes of a warp exchange values. A fiber that ends leaves its stack to the next one that starts, so a kernel without barriers runs
 // its threads one after the other on one stack.
 //
-// What a GPU leaves undefined is an error here: threads of a block that wait at different barriers, or at none; lanes of a warp that exchange values at
-// different places; exchanges among a part of a warp. So are accesses to memory that is not there or not aligned, shifts by too much, sums of signed
+// Whoever waits lets others run, and who can go on does so before those behind it begin: groups of threads with a barrier of their own are as far apart as
+// they can be.
+//
+// What a GPU leaves undefined is an error here: threads of a block that wait at different barriers, or at none, or meet one barrier with different numbers
+// of threads; lanes of a warp that exchange values at different places; exchanges among a part of a warp. So are accesses to memory that is not there or not aligned, shifts by too much, sums of signed
 // integers and casts of floats that are out of range, and divisions of integers by zero: the compiler makes them traps, and a trap ends the launch.
 
 #pragma once
@@ -81,6 +84,8 @@ constexpr size_t GUARD_BYTES = 256;
 constexpr size_t MOST_SHARED_BYTES = 227 * 1024;
 // NaN as f16 and as bf16; two of them as f32, four as f64.
 constexpr unsigned short NOISE = 0xfff5;
+// Barriers that a block has.
+constexpr int BARRIERS = 16;
 
 // A place in a source where threads wait for each other. `number` is another for each place, also on one line.
 struct Site {
@@ -145,6 +150,13 @@ struct Fiber {
     // Which of two sets of slots the lane exchanges values through next: a lane is never two exchanges ahead of another.
     unsigned char parity;
     State state;
+    // Which barrier it waits at, if it waits at one.
+    unsigned char barrier;
+};
+
+// Who waits at a barrier: so many threads, until there are `threads`.
+struct Barrier {
+    int waiting, threads;
 };
 
 // A launch.
@@ -162,6 +174,7 @@ struct Launch {
 
 KILN_KEPT static Launch launch;
 KILN_KEPT static Fiber* fibers;
+KILN_KEPT static Barrier barriers[BARRIERS] = {};
 KILN_KEPT static int current;
 KILN_KEPT static Context scheduler;
 KILN_KEPT static unsigned long long (*slots)[MOST_THREADS];
@@ -219,7 +232,19 @@ __attribute__((noinline)) static void wait(State state, Site site)
     for (;;) yield();
 }
 
-inline void barrier(Site site) { wait(State::Barrier, site); }
+// Waits until `threads` threads wait at barrier `number`.
+inline void barrier(Site site, int number, int threads)
+{
+    Barrier& met = barriers[number];
+    if (met.waiting && met.threads != threads) {
+        report("thread %d waits for %d threads at barrier %d, where others wait for %d, at %s:%d", current, threads, number,
+            met.threads, site.file, site.line);
+        stop();
+    }
+    met = { met.waiting + 1, threads };
+    fibers[current].barrier = (unsigned char)number;
+    wait(State::Barrier, site);
+}
 
 // Gives `bits` to the other lanes of the warp; what all of them gave.
 inline const unsigned long long* exchange(Site site, unsigned mask, unsigned long long bits)
@@ -294,7 +319,9 @@ inline unsigned ballot(Site site, unsigned mask, int predicate)
 } // namespace kiln_host
 
 #define KILN_SITE kiln_host::Site{__COUNTER__, __FILE__, __LINE__}
-#define __syncthreads() kiln_host::barrier(KILN_SITE)
+#define __syncthreads() kiln_host::barrier(KILN_SITE, 0, kiln_host::launch.threads)
+// `bar.sync` in the assembly of a GPU.
+#define kiln_bar_sync(number, threads) kiln_host::barrier(KILN_SITE, number, threads)
 #define __syncwarp(...) (void)kiln_host::exchange(KILN_SITE, 0xffffffffu, 0)
 #define __shfl_sync(...) kiln_host::shfl(KILN_SITE, __VA_ARGS__)
 #define __shfl_up_sync(...) kiln_host::shfl_up(KILN_SITE, __VA_ARGS__)
@@ -436,7 +463,9 @@ inline bool run_warp(int warp)
 // What a thread does, for the message about threads that disagree.
 inline void describe(char (&text)[256], const Fiber& fiber)
 {
-    const char* doing = fiber.state == State::Exchange ? "exchanges values in its warp" : "waits for the block";
+    const char* doing = fiber.state == State::Exchange ? "exchanges values in its warp"
+        : fiber.barrier                                ? "waits for its group"
+                                                       : "waits for the block";
     if (fiber.state == State::Ended) snprintf(text, sizeof(text), "has ended");
     else snprintf(text, sizeof(text), "%s at %s:%d", doing, fiber.site.file, fiber.site.line);
 }
@@ -457,6 +486,22 @@ inline void report_disagreement()
     report("threads disagree: thread %d %s, thread %d %s", one, first, other, second);
 }
 
+// Lets go on who waits where the first lane of `warp` waits, if all are there. Returns whether they go on.
+inline bool release(int warp)
+{
+    const Fiber first = fibers[warp * LANES];
+    if (first.state != State::Barrier) return false;
+    Barrier& met = barriers[first.barrier];
+    if (met.waiting < met.threads) return false;
+    auto waits_here = [&](const Fiber& fiber) { return fiber.state == State::Barrier && fiber.barrier == first.barrier; };
+    for (int i = 0; i < launch.threads; i++)
+        if (waits_here(fibers[i]) && !waits_alike(first, fibers[i])) return false;
+    for (int i = 0; i < launch.threads; i++)
+        if (waits_here(fibers[i])) fibers[i].state = State::Ready;
+    met.waiting = 0;
+    return true;
+}
+
 // Runs all threads of a block to their end.
 inline void run_block()
 {
@@ -469,19 +514,20 @@ inline void run_block()
         fibers[i].state = State::Fresh;
         fibers[i].parity = 0;
     }
+    for (Barrier& barrier : barriers) barrier = {};
     int warps = launch.threads / LANES;
     while (!launch.failed) {
-        bool moved = false;
-        for (int i = 0; i < warps && !launch.failed; i++) moved |= run_warp(launch.backward ? warps - 1 - i : i);
-        if (launch.failed) return;
-        bool alike = true;
-        for (int i = 1; i < launch.threads; i++) alike = alike && waits_alike(fibers[0], fibers[i]);
-        if (alike && fibers[0].state == State::Ended) return;
-        if (alike && fibers[0].state == State::Barrier) {
-            for (int i = 0; i < launch.threads; i++) fibers[i].state = State::Ready;
-        } else if (!moved) {
-            report_disagreement();
+        bool moved = false, released = false;
+        for (int i = 0; i < warps && !launch.failed && !released; i++) {
+            int warp = launch.backward ? warps - 1 - i : i;
+            moved |= run_warp(warp);
+            released = release(warp);
         }
+        if (launch.failed || released) continue;
+        bool ended = true;
+        for (int i = 0; i < launch.threads; i++) ended = ended && fibers[i].state == State::Ended;
+        if (ended) return;
+        if (!moved) report_disagreement();
     }
 }
 
