@@ -29,6 +29,11 @@ fn run(graph: &Graph, inputs: &[HostTensor]) -> Vec<HostTensor> {
 }
 
 #[test]
+fn remainders_are_exact() {
+    target::check_remainders();
+}
+
+#[test]
 fn long_sums_round_once() {
     target::check_long_sums(1.0);
 }

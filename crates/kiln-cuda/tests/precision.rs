@@ -20,6 +20,11 @@ fn run(graph: &Graph, inputs: &[HostTensor]) -> Vec<HostTensor> {
 }
 
 #[test]
+fn remainders_are_exact() {
+    target::check_remainders();
+}
+
+#[test]
 fn long_sums_are_shared() {
     target::check_long_sums(2.0);
 }

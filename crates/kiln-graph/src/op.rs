@@ -385,7 +385,7 @@ pub enum BinaryOp {
     Mul,
     /// Integers truncate toward zero; by zero gives 0.
     Div,
-    /// `a - b * floor(a / b)`: the sign of the divisor, as in Python. Integers by zero give 0.
+    /// `a - b * floor(a / b)`, rounded once: the sign of the divisor, as in Python. Integers by zero give 0.
     Rem,
     /// `a` to the power `b`. Integers: negative exponents give 0 unless `|a| = 1`.
     Pow,

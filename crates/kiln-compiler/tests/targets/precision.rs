@@ -38,6 +38,73 @@ fn errors(graph: &Graph, inputs: &[HostTensor]) -> Vec<f64> {
         .collect()
 }
 
+/// Remainders of floats are exact before their sign is the divisor's: those of large quotients, of quotients that
+/// round to an integer, by infinities and by zero.
+pub fn check_remainders() {
+    let remainders = |dtype: DType, pairs: &[[f64; 2]], expected: &[f64]| {
+        let count = pairs.len();
+        let ty = format!("{dtype}[{count}]");
+        let text = format!(
+            "graph @remainders {{\n%a = parameter 0 : {ty}\n%b = parameter 1 : {ty}\n%r = rem %a, %b : {ty}\nreturn %r\n}}"
+        );
+        let graph = Graph::parse(&text).unwrap();
+        let side = |side: usize| {
+            let values: Vec<f64> = pairs.iter().map(|pair| pair[side]).collect();
+            HostTensor::from_floats(dtype, [count], values)
+        };
+        let inputs = [side(0), side(1)];
+        for results in [
+            super::run(&graph, &inputs),
+            interpret_f64(&graph, &inputs, &[]).unwrap(),
+        ] {
+            let bits = |values: &[f64]| -> Vec<u64> { values.iter().map(|x| x.to_bits()).collect() };
+            let found: Vec<f64> = results[0]
+                .to_f64s()
+                .iter()
+                .map(|&x| if x.is_nan() { f64::NAN } else { x })
+                .collect();
+            assert_eq!(
+                bits(&found),
+                bits(expected),
+                "{dtype}: {found:?}, expected {expected:?}"
+            );
+        }
+    };
+    let (infinity, nan) = (f64::INFINITY, f64::NAN);
+    let large = f64::from(1e30f32);
+    remainders(
+        DType::F32,
+        &[
+            [5.5, 2.0],
+            [-5.5, 2.0],
+            [5.5, -2.0],
+            [-6.0, 2.0],
+            [large, 7.0],
+            [-large, 7.0],
+            [1.0, infinity],
+            [-1.0, infinity],
+            [1.0, 0.0],
+            [infinity, 1.0],
+            [2.0, nan],
+        ],
+        &[
+            1.5,
+            0.5,
+            -0.5,
+            -0.0,
+            large % 7.0,
+            7.0 - large % 7.0,
+            1.0,
+            infinity,
+            nan,
+            nan,
+            nan,
+        ],
+    );
+    // 0.1 is a little more than a tenth, so a million of it is more than 100000.
+    remainders(DType::F64, &[[1e5, 0.1], [1e300, 7.0]], &[1e5 % 0.1, 1e300 % 7.0]);
+}
+
 /// Sums over rows, columns and everything, of long and short, even and odd extents, are at most `bound` units
 /// off.
 pub fn check_long_sums(bound: f64) {

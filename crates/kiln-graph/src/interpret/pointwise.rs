@@ -92,7 +92,10 @@ fn float_binary(op: BinaryOp, a: f64, b: f64) -> f64 {
         BinaryOp::Sub => a - b,
         BinaryOp::Mul => a * b,
         BinaryOp::Div => a / b,
-        BinaryOp::Rem => a - b * (a / b).floor(),
+        BinaryOp::Rem => match a % b {
+            rest if rest != 0.0 && (rest < 0.0) != (b < 0.0) => rest + b,
+            rest => rest,
+        },
         BinaryOp::Pow => a.powf(b),
         BinaryOp::Atan2 => a.atan2(b),
         BinaryOp::Max => Number::max(a, b),

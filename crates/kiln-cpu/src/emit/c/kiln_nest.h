@@ -182,7 +182,10 @@ KILN_LANEWISE1(shortened, f32, f64, float, double)
     KILN_INLINE v_##S v_recip_##S(v_##S x) { return set_##S(1) / x; }                                       \
     KILN_INLINE T s_sigmoid_##S(T x) { return 1 / (1 + exp##F(-x)); }                                       \
     KILN_INLINE T s_rsqrt_##S(T x) { return 1 / sqrt##F(x); }                                               \
-    KILN_INLINE T s_rem_##S(T a, T b) { return (T)((double)a - (double)b * floor((double)a / (double)b)); }  \
+    KILN_INLINE T s_rem_##S(T a, T b) {                                                                     \
+        T rest = fmod##F(a, b);                                                                             \
+        return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;                                        \
+    }                                                                                                       \
     KILN_INLINE T s_pow_##S(T a, T b) { return pow##F(a, b); }                                              \
     KILN_INLINE T s_atan2_##S(T a, T b) { return atan2##F(a, b); }                                          \
     KILN_INLINE T s_round_##S(T x) { return rint##F(x); }                                                   \

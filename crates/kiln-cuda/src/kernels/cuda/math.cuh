@@ -192,9 +192,14 @@ struct kiln_divisor {
 
 inline float kiln_rem(float a, float b)
 {
-    return (float)((double)a - (double)b * floor((double)a / (double)b));
+    const float rest = fmodf(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
 }
-inline double kiln_rem(double a, double b) { return a - b * floor(a / b); }
+inline double kiln_rem(double a, double b)
+{
+    const double rest = fmod(a, b);
+    return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;
+}
 
 // x to the power of -1/2, which is infinite at both zeros and 0 at both infinities.
 inline float kiln_inverse_root(float x)
