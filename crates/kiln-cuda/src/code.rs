@@ -27,6 +27,16 @@ pub enum Address {
     Scalar(u32),
 }
 
+impl Address {
+    /// Bytes in front of it in its argument, output, arena or scalars.
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::Input(_, bytes) | Self::Output(_, bytes) | Self::Arena(bytes) => bytes,
+            Self::Scalar(index) => 8 * index as usize,
+        }
+    }
+}
+
 /// A matrix as Hopper's copy engine takes it, box by box: rows of `inner` elements that are next to each other.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Boxes {

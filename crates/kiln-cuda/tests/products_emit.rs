@@ -124,6 +124,50 @@ fn cases(all: &[&str], dtype: &str) -> Vec<String> {
         .collect()
 }
 
+/// Scores of heads of three numbers, whose keys begin anywhere.
+const SMALL_HEADS: &str = "$x = parameter : bf16[2,5,18]
+    $q0 = slice $x {starts=[0,0,0], limits=[2,5,6], steps=[1,1,1]} : bf16[2,5,6]
+    $q1 = reshape $q0 : bf16[2,5,2,3]
+    $q = transpose $q1 {perm=[0,2,1,3]} : bf16[2,2,5,3]
+    $k0 = slice $x {starts=[0,0,6], limits=[2,5,12], steps=[1,1,1]} : bf16[2,5,6]
+    $k1 = reshape $k0 : bf16[2,5,2,3]
+    $k = transpose $k1 {perm=[0,2,1,3]} : bf16[2,2,5,3]
+    $s = dot_general $q, $k {a_batch=[0,1], b_batch=[0,1], a_contract=[3], b_contract=[3]} : bf16[2,2,5,5]
+    return $s";
+
+/// The library chooses algorithms for addresses as they are.
+#[test]
+fn products_say_what_their_addresses_are_multiples_of() {
+    let graph = graph(&[SMALL_HEADS.into()]);
+    let code = Differential::new(&graph).compile().unwrap().code;
+    let mut least = u32::MAX;
+    for call in &code.calls {
+        let CallKind::Product {
+            product,
+            left,
+            right,
+            result,
+            ..
+        } = &call.kind
+        else {
+            continue;
+        };
+        for (address, alignment) in [left, right, result].into_iter().zip(product.alignments) {
+            let bytes = address.bytes();
+            assert!(
+                bytes.is_multiple_of(alignment as usize),
+                "{address:?}: {alignment}"
+            );
+            assert!(
+                alignment == 256 || !bytes.is_multiple_of(2 * alignment as usize),
+                "{address:?}: {alignment}"
+            );
+            least = least.min(alignment);
+        }
+    }
+    assert_eq!(least, 4);
+}
+
 #[test]
 fn products_of_floats() {
     for dtype in ["f32", "bf16", "f16", "f64"] {

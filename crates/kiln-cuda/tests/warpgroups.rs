@@ -8,7 +8,8 @@ mod common;
 use kiln_compiler::schedule::KernelKind;
 use kiln_compiler::{Options, compile};
 use kiln_cuda::build::{Compiler, Store};
-use kiln_cuda::code::{CallKind, Pointer, StepCode};
+use kiln_cuda::code::{CallKind, Pointer, StepCall, StepCode};
+use kiln_cuda::emit::product::padded::Padding;
 use kiln_cuda::emit::product::warpgroups::Warpgroups;
 use kiln_cuda::testing::host::{Differential, Outcome};
 use kiln_cuda::{CudaStep, CudaTarget};
@@ -159,6 +160,41 @@ fn products_that_share_an_operand_or_are_added_up_are_one() {
             assert_eq!(others.count(), 0, "{}", joined.graph.name);
         }
     }
+}
+
+/// The library's side of a product in pieces copies matrices to working memory, which is other values' before and
+/// after: it is no working memory of products alone, and orders them.
+#[test]
+fn copies_of_pieces_keep_away_from_values_in_the_same_memory() {
+    let graph = Graph::parse(
+        "graph @beside {
+          %v = parameter 0 : f32[8704,1024]
+          %e = exp %v : f32[8704,1024]
+          %c = cumulative sum %e {axis=1} : f32[8704,1024]
+          %x = parameter 1 : bf16[2047,64]
+          %q = parameter 2 : bf16[64,512]
+          %k = parameter 3 : bf16[64,512]
+          %qx = dot_general %x, %q {a_contract=[1], b_contract=[0]} : bf16[2047,512]
+          %kx = dot_general %x, %k {a_contract=[1], b_contract=[0]} : bf16[2047,512]
+          return %qx, %kx, %c
+        }",
+    )
+    .unwrap();
+    let mut differential = Differential::new(&graph);
+    differential.target = CudaTarget {
+        warpgroups: Warpgroups::Always,
+        padding: Padding::Always,
+        ..CudaTarget::default()
+    };
+    let code = differential.compile().unwrap().code;
+    let copies = |call: &StepCall| {
+        matches!(&call.kind, CallKind::Either { library, .. }
+            if library.iter().filter(|call| matches!(call, CallKind::Launch { .. })).count() >= 2)
+    };
+    assert!(code.calls.iter().any(copies), "{:?}", code.calls);
+
+    // In the order of calls, and with the product in front of what has its memory before it.
+    assert_eq!(differential.check(), Ok(Outcome::Same));
 }
 
 #[test]

@@ -11,6 +11,7 @@ use super::beside::{self, Entry, Placed, Range, Small, Space};
 use super::stages::Stages;
 use super::{Argument, Call, KernelCode, Launch, ProductCall};
 use crate::code::{Across, Address, CallKind, Function, FunctionText, Pointer, StepCall, StepCode};
+use crate::products::alignment;
 
 /// Puts the calls of a scheduled and planned graph together, for a device of so many multiprocessors.
 pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
@@ -150,8 +151,13 @@ impl<'a> Writer<'a> {
             end: start + code.scratch,
         };
         writes.push(scratch);
-        let is_product = |call: &Call| matches!(call, Call::Product(_) | Call::Either(_, _, Some(_)));
-        let workspace = code.calls.iter().all(is_product).then_some(scratch);
+        let is_product = |call: &Call| matches!(call, Call::Product(_));
+        // A library's side may copy matrices to working memory, which a graph does not replace.
+        let is_alone = |call: &Call| match call {
+            Call::Either(library, _, Some(_)) => library.iter().all(is_product),
+            call => is_product(call),
+        };
+        let workspace = code.calls.iter().all(is_alone).then_some(scratch);
         let small = match &code.calls[..] {
             [Call::Launch(launch)] => {
                 let blocks = launch.grid.iter().fold(1, |all: u32, &it| all.saturating_mul(it));
@@ -448,11 +454,13 @@ fn product(plan: &Plan, call: &ProductCall, copies: [Option<usize>; 3], scratch:
         Some(offset) => Address::Arena(scratch + offset),
         None => place(plan, buffer, bytes),
     };
+    let [left, right, result] = [at(0, call.left), at(1, call.right), at(2, call.result)];
+    let alignments = [left, right, result].map(|address| alignment(address.bytes()));
     CallKind::Product {
-        product: Box::new(call.product.clone()),
-        left: at(0, call.left),
-        right: at(1, call.right),
-        result: at(2, call.result),
+        product: Box::new(call.product.clone().with_alignments(alignments)),
+        left,
+        right,
+        result,
         workspace: (Address::Arena(scratch), call.workspace),
     }
 }

@@ -6,7 +6,7 @@ use kiln_distributed::nccl::Shape;
 
 use crate::code::{Address, CallKind, Pointer, StepCode};
 use crate::convolutions::{ConvolutionArguments, PreparedConvolution};
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::products::{Choice, Multiplier, Place as At, PreparedProduct, ProductArguments};
 use crate::ranks::Ranks;
 use crate::runtime::{Arguments, GraphBuilder, Kernel, Launch, Node, Storage, Stream};
@@ -307,11 +307,25 @@ pub fn bind<'a>(
                     arguments: given,
                 })
             }
-            CallKind::Product { product, .. } => {
+            CallKind::Product {
+                product, workspace, ..
+            } => {
                 let (Some(multiplier), Chosen::Product(choice)) = (multiplier, choice) else {
                     unreachable!("every product has an algorithm, from the library")
                 };
-                Bound::Product(Box::new(multiplier.prepare(product, choice)?), &call.kind)
+                let prepared = multiplier.prepare(product, choice)?;
+                if prepared.workspace_bytes() > workspace.1 {
+                    return Err(CudaError::Product {
+                        product: product.to_string(),
+                        call: "Kiln",
+                        what: format!(
+                            "that its algorithm needs {} bytes of working memory, and the step has {} for it",
+                            prepared.workspace_bytes(),
+                            workspace.1
+                        ),
+                    });
+                }
+                Bound::Product(Box::new(prepared), &call.kind)
             }
             CallKind::Convolution {
                 tensors, workspace, ..

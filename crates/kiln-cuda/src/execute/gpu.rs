@@ -30,8 +30,9 @@ pub struct Gpu {
     compiler: Compiler,
     /// cuBLASLt, opened by the first step that multiplies matrices.
     multiplier: OnceLock<Multiplier>,
-    /// The algorithms that were found for products, by their description.
-    choices: Mutex<HashMap<Product, Choice>>,
+    /// The algorithms that were found for products, by their description and the bytes of working memory that they
+    /// may have.
+    choices: Mutex<HashMap<(Product, usize), Choice>>,
     /// Times of kernels of Kiln's own, as parts of the library's.
     shares: Mutex<HashMap<Key, f32>>,
     /// cuDNN, looked for when the first step is compiled; none if the machine has none.
@@ -290,7 +291,8 @@ impl Gpu {
     pub(super) fn choice(&self, product: &Product, workspace: usize) -> Result<Choice> {
         let multiplier = self.multiplier()?;
         let mut choices = self.choices.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(known) = choices.get(product) {
+        let own = (product.clone(), workspace);
+        if let Some(known) = choices.get(&own) {
             return Ok(known.clone());
         }
         let description = format!("{product:?} {workspace}");
@@ -318,7 +320,7 @@ impl Gpu {
                 found
             }
         };
-        choices.insert(product.clone(), choice.clone());
+        choices.insert(own, choice.clone());
         Ok(choice)
     }
 

@@ -248,26 +248,39 @@ impl Drop for Preference<'_> {
 }
 
 impl<'a> Preference<'a> {
-    /// At most `workspace_bytes` bytes of working memory.
+    /// At most `workspace_bytes` bytes of working memory, and addresses as `product` has them.
     pub(super) fn new(library: &'a CublasLt, workspace_bytes: u64, product: &Product) -> Result<Self> {
         let mut raw = MatmulPreference::NULL;
         // SAFETY: the pointer is to a handle on this stack.
         let status = unsafe { (library.functions.cublasLtMatmulPreferenceCreate)(&raw mut raw) };
         check(status, "cublasLtMatmulPreferenceCreate", || product.to_string())?;
         let preference = Self { library, raw };
-        let value = workspace_bytes.to_ne_bytes();
+        let workspace = preference_attribute::MAX_WORKSPACE_BYTES;
+        preference.set(workspace, &workspace_bytes.to_ne_bytes(), product)?;
+        let [left, right, result] = product.alignments;
+        for (attribute, alignment) in [
+            (preference_attribute::MIN_ALIGNMENT_A_BYTES, right),
+            (preference_attribute::MIN_ALIGNMENT_B_BYTES, left),
+            (preference_attribute::MIN_ALIGNMENT_C_BYTES, result),
+            (preference_attribute::MIN_ALIGNMENT_D_BYTES, result),
+        ] {
+            preference.set(attribute, &alignment.to_ne_bytes(), product)?;
+        }
+        Ok(preference)
+    }
+
+    fn set(&self, attribute: i32, value: &[u8], product: &Product) -> Result<()> {
         // SAFETY: the preference is alive; the library copies the value, which is as long as it is told.
         let status = unsafe {
-            (library.functions.cublasLtMatmulPreferenceSetAttribute)(
-                raw,
-                preference_attribute::MAX_WORKSPACE_BYTES,
+            (self.library.functions.cublasLtMatmulPreferenceSetAttribute)(
+                self.raw,
+                attribute,
                 value.as_ptr().cast(),
                 value.len(),
             )
         };
         check(status, "cublasLtMatmulPreferenceSetAttribute", || {
             product.to_string()
-        })?;
-        Ok(preference)
+        })
     }
 }

@@ -14,7 +14,7 @@ mod run;
 mod search;
 mod timing;
 
-pub use product::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
+pub use product::{ALIGNED, Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom, alignment};
 pub use run::{Place, PreparedProduct, ProductArguments};
 pub use search::{Choice, SearchLimits};
 pub(crate) use search::{Trial, random};

@@ -138,6 +138,17 @@ pub struct Product {
     pub compute: Compute,
     pub epilogue: Epilogue,
     pub scalars: ScalarsFrom,
+    /// Bytes that the addresses of the left operand, the right operand and the result are multiples of, powers
+    /// of two up to [`ALIGNED`]: an algorithm that was chosen for some may refuse others.
+    pub alignments: [u32; 3],
+}
+
+/// Bytes that the addresses of allocations, and of buffers in an arena, are multiples of.
+pub const ALIGNED: u32 = 256;
+
+/// The bytes, up to [`ALIGNED`], that an address is a multiple of, so many bytes behind an aligned one.
+pub fn alignment(bytes: usize) -> u32 {
+    1 << bytes.trailing_zeros().min(ALIGNED.trailing_zeros())
 }
 
 impl Product {
@@ -168,6 +179,7 @@ impl Product {
             },
             epilogue: Epilogue::None,
             scalars: ScalarsFrom::Product,
+            alignments: [ALIGNED; 3],
         }
     }
 
@@ -212,6 +224,13 @@ impl Product {
     #[must_use]
     pub fn with_epilogue(mut self, epilogue: Epilogue) -> Self {
         self.epilogue = epilogue;
+        self
+    }
+
+    /// What the addresses are multiples of.
+    #[must_use]
+    pub fn with_alignments(mut self, alignments: [u32; 3]) -> Self {
+        self.alignments = alignments;
         self
     }
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::describe::{Described, Preference};
-use super::product::{Number, Product, ScalarsFrom};
+use super::product::{ALIGNED, Number, Product, ScalarsFrom};
 use super::run::{Place, ProductArguments};
 use super::timing::{fastest, time_runs};
 use super::{Multiplier, PreparedProduct, check};
@@ -177,6 +177,8 @@ pub(crate) struct Trial {
     left: Arc<Storage>,
     right: Arc<Storage>,
     result: Arc<Storage>,
+    /// Where the matrices begin there: at addresses as the product's are.
+    starts: [usize; 3],
     vector: Arc<Storage>,
     scalars: Arc<Storage>,
     workspace: Arc<Storage>,
@@ -195,10 +197,16 @@ impl Trial {
                 _ => stream.write(&1.0_f32.to_ne_bytes(), &scalars, 0)?,
             }
         }
+        let starts = product.alignments.map(|alignment| match alignment {
+            ALIGNED => 0,
+            alignment => alignment as usize,
+        });
+        let [left, right, result] = starts;
         Ok(Self {
-            left: random(stream, product.left_bytes(), product.left.number)?,
-            right: random(stream, product.right_bytes(), product.right.number)?,
-            result: random(stream, product.result_bytes(), number)?,
+            left: random(stream, left + product.left_bytes(), product.left.number)?,
+            right: random(stream, right + product.right_bytes(), product.right.number)?,
+            result: random(stream, result + product.result_bytes(), number)?,
+            starts,
             vector: random(stream, product.vector_bytes(), number)?,
             scalars,
             workspace: Arc::new(Storage::allocate(stream, workspace_bytes)?),
@@ -208,10 +216,11 @@ impl Trial {
     /// The arguments of a run.
     pub(crate) fn arguments(&self) -> ProductArguments<'_> {
         let place = |storage| -> Option<Place<'_>> { Some((storage, 0)) };
+        let [left, right, result] = self.starts;
         ProductArguments {
-            left: (&self.left, 0),
-            right: (&self.right, 0),
-            result: (&self.result, 0),
+            left: (&self.left, left),
+            right: (&self.right, right),
+            result: (&self.result, result),
             vector: place(&self.vector),
             scalars: place(&self.scalars),
             workspace: place(&self.workspace),

@@ -83,6 +83,14 @@ pub mod layout_attribute {
 pub mod preference_attribute {
     /// Bytes of working memory that an algorithm may have: `u64`.
     pub const MAX_WORKSPACE_BYTES: i32 = 1;
+    /// Bytes that the address of the first matrix is a multiple of, 256 unless told: `u32`.
+    pub const MIN_ALIGNMENT_A_BYTES: i32 = 5;
+    /// The same of the second.
+    pub const MIN_ALIGNMENT_B_BYTES: i32 = 6;
+    /// The same of the matrix that is added.
+    pub const MIN_ALIGNMENT_C_BYTES: i32 = 7;
+    /// The same of the result.
+    pub const MIN_ALIGNMENT_D_BYTES: i32 = 8;
 }
 
 /// An algorithm with its settings. May be stored and read again by the same version of the library.

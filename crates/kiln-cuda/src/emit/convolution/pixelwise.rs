@@ -17,7 +17,7 @@ use super::Convolution;
 use super::correlation::Correlation;
 use crate::emit::image::Image;
 use crate::emit::{Call, EmitOptions, KernelCode, ProductCall};
-use crate::products::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
+use crate::products::{ALIGNED, Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 
 /// The most working memory that cuBLASLt may use, in bytes: what its documentation recommends for this
 /// generation.
@@ -236,6 +236,7 @@ fn product(
         compute,
         epilogue: Epilogue::None,
         scalars: ScalarsFrom::Product,
+        alignments: [ALIGNED; 3],
     };
     let place = |(base, offset): Place| {
         let bytes = usize::try_from(offset).ok()? * number.bytes();

@@ -9,7 +9,7 @@ use kiln_graph::DType;
 
 use super::{Dim, Frame, joined};
 use crate::emit::ProductCall;
-use crate::products::{Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
+use crate::products::{ALIGNED, Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom};
 
 /// The most calls that one product becomes: beyond that, one launch of Kiln's own kernel is faster.
 const CALLS: usize = 32;
@@ -179,6 +179,7 @@ impl Matrices {
             },
             epilogue: Epilogue::None,
             scalars: ScalarsFrom::Product,
+            alignments: [ALIGNED; 3],
         })
     }
 }

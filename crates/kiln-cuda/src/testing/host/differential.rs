@@ -5,7 +5,7 @@ use kiln_compiler::{CompileError, Options, compile};
 use kiln_graph::testing::{difference, random_arguments};
 use kiln_graph::{DType, Graph, HostTensor, Scalar, interpret_f64};
 
-use super::HostStep;
+use super::{HostStep, StageOrder};
 use crate::emit::product::warpgroups::Warpgroups;
 use crate::target::{CudaStep, CudaTarget};
 
@@ -81,7 +81,7 @@ impl<'a> Differential<'a> {
         compile(self.graph, &self.options, &self.target)
     }
 
-    /// Compiles, runs with threads in both orders, and compares.
+    /// Compiles, runs with threads in both orders and stages in three, and compares.
     ///
     /// # Errors
     /// The first difference from the interpreter, or between the two orders; what went wrong before.
@@ -95,8 +95,13 @@ impl<'a> Differential<'a> {
         };
         let host = HostStep::of(&step)?;
         let actual = self.run(&host)?;
-        let host = host.backward(true);
-        let backward = self.run(&host)?;
+        let turns = host.reorders(StageOrder::InTurn);
+        let host = host.backward(true).stages(StageOrder::LatestFirst);
+        let mut others = vec![self.run(&host)?];
+        let host = host.stages(StageOrder::InTurn);
+        if turns {
+            others.push(self.run(&host)?);
+        }
         if let Some((number, found)) = self.first_difference(&actual)? {
             return Err(format!(
                 "output {number} ({}): {found}",
@@ -104,11 +109,13 @@ impl<'a> Differential<'a> {
             ));
         }
         let differs = |(one, other): (&HostTensor, &HostTensor)| one.bytes() != other.bytes();
-        if let Some(number) = actual.iter().zip(&backward).position(differs) {
-            return Err(format!(
-                "output {number} ({}) depends on the order in which threads run",
-                origin(&step, number, &host)
-            ));
+        for other in &others {
+            if let Some(number) = actual.iter().zip(other).position(differs) {
+                return Err(format!(
+                    "output {number} ({}) depends on the order in which threads, or kernels side by side, run",
+                    origin(&step, number, &host)
+                ));
+            }
         }
         Ok(Outcome::Same)
     }

@@ -20,7 +20,7 @@ mod step;
 use std::fmt;
 
 pub use differential::{Differential, Outcome, differential};
-pub use step::{HostStep, one_kernel};
+pub use step::{HostStep, StageOrder, one_kernel};
 
 /// Why a run gave no results.
 #[derive(Debug, Clone, PartialEq, Eq)]

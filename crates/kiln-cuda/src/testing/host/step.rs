@@ -1,5 +1,6 @@
 //! A step on the host.
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::path::Path;
 
@@ -53,6 +54,19 @@ pub fn one_kernel(
     }
 }
 
+/// An order of stages that the graph on a device allows ([`StepCode::orders`]). Stages that race show in a
+/// difference between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum StageOrder {
+    /// That of the calls.
+    #[default]
+    Calls,
+    /// Of those that may run always the last: it overtakes whom it need not wait for.
+    LatestFirst,
+    /// Branches in turn: who may run first does so first.
+    InTurn,
+}
+
 /// A step whose kernels were built for the host.
 #[derive(Debug)]
 pub struct HostStep {
@@ -60,6 +74,7 @@ pub struct HostStep {
     kernels: Kernels,
     aliases: Vec<Option<u32>>,
     backward: bool,
+    order: StageOrder,
 }
 
 impl HostStep {
@@ -76,6 +91,7 @@ impl HostStep {
             aliases: vec![None; code.outputs.len()],
             code,
             backward: false,
+            order: StageOrder::default(),
         })
     }
 
@@ -102,6 +118,13 @@ impl HostStep {
         self
     }
 
+    /// Stages run in another order.
+    #[must_use]
+    pub fn stages(mut self, order: StageOrder) -> Self {
+        self.order = order;
+        self
+    }
+
     /// The program that was built, for people.
     pub fn source(&self) -> &Path {
         self.kernels.source()
@@ -115,7 +138,7 @@ impl HostStep {
     /// where they may not, or cannot run here.
     pub fn run(&self, inputs: &mut [Vec<u8>], scalars: &[u64]) -> Result<Vec<Vec<u8>>, HostError> {
         let mut run = Run::new(self, inputs, scalars).map_err(HostError::Fault)?;
-        for call in &self.code.calls {
+        for call in self.ordered() {
             run.call(&call.kind).map_err(HostError::Fault)?;
         }
         run.inputs_kept("the step").map_err(HostError::Fault)?;
@@ -126,6 +149,62 @@ impl HostStep {
         match run.wrong {
             Some(error) => Err(error),
             None => Ok(outputs),
+        }
+    }
+
+    /// Whether stages run in another order than that of calls, if in this one.
+    pub fn reorders(&self, order: StageOrder) -> bool {
+        let in_order = 0..self.code.orders.len();
+        !in_order.eq(self.stages_in(order))
+    }
+
+    /// The calls in the order in which they run.
+    fn ordered(&self) -> Vec<&StepCall> {
+        let StepCode { calls, orders, .. } = &self.code;
+        if orders.is_empty() {
+            return calls.iter().collect();
+        }
+        let mut of_stage = vec![Vec::new(); orders.len()];
+        for call in calls {
+            of_stage[call.stage as usize].push(call);
+        }
+        let stages = self.stages_in(self.order);
+        stages
+            .into_iter()
+            .flat_map(|stage| std::mem::take(&mut of_stage[stage]))
+            .collect()
+    }
+
+    /// The stages in an order that the graph on a device allows.
+    fn stages_in(&self, order: StageOrder) -> Vec<usize> {
+        let orders = &self.code.orders;
+        let mut behind = vec![Vec::new(); orders.len()];
+        for (stage, after) in orders.iter().enumerate() {
+            after
+                .iter()
+                .for_each(|&before| behind[before as usize].push(stage));
+        }
+        let mut missing: Vec<usize> = orders.iter().map(Vec::len).collect();
+        let mut ready: VecDeque<usize> = (0..orders.len()).filter(|&stage| missing[stage] == 0).collect();
+        let mut ordered = Vec::with_capacity(orders.len());
+        loop {
+            let next = match order {
+                StageOrder::Calls | StageOrder::InTurn => 0,
+                StageOrder::LatestFirst => ready.len().saturating_sub(1),
+            };
+            let Some(stage) = ready.remove(next) else {
+                return ordered;
+            };
+            ordered.push(stage);
+            for &next in &behind[stage] {
+                missing[next] -= 1;
+                if missing[next] == 0 {
+                    ready.push_back(next);
+                }
+            }
+            if order != StageOrder::InTurn {
+                ready.make_contiguous().sort_unstable();
+            }
         }
     }
 }
