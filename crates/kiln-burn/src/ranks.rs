@@ -33,7 +33,7 @@ use kiln_partition::Machine;
 use crate::client::KilnClient;
 use crate::custom;
 use crate::device::KilnDevice;
-use crate::execute::{ExecuteError, convert};
+use crate::execute::{ExecuteError, convert, kib};
 pub(crate) use exchanges::meet;
 pub use shares::{check_elementwise, joined, mean_share, sum};
 pub(crate) use statistics::replaced;
@@ -311,13 +311,13 @@ pub(crate) fn buckets_text(contract: &Contract) -> Option<String> {
             continue;
         }
         let sizes: Vec<String> = travels()
-            .map(|travel| travel.bytes.div_ceil(1 << 10).to_string())
+            .map(|travel| kib(travel.bytes as u64).to_string())
             .collect();
         let total = travels().map(|travel| travel.bytes).sum::<usize>();
         let _ = write!(
             text,
             "\n{} KiB {what} {ranks} ranks in {own} buckets of {} KiB",
-            total >> 10,
+            kib(total as u64),
             sizes.join(", ")
         );
     }

@@ -33,12 +33,12 @@ use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::StepDescription;
 
-use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::families::{Shared, UNMARKED, sharing_text};
 use super::memory::Memory;
 use super::profile::{RunClock, describe_contract, next_id};
 use super::{Effort, Executable, ExecuteError, Setting, check_count, check_scalars, check_tensor, convert};
+use super::{autocast_text, kib};
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::ranks;
@@ -459,7 +459,7 @@ impl Executable for Cpu {
                 contract.kernels.len(),
                 self.executable.compile_time,
                 self.executable.build_time,
-                contract.arena_bytes >> 10,
+                kib(contract.arena_bytes as u64),
                 self.pool.threads(),
             );
         if let Some(partition) = &contract.partition {
@@ -468,8 +468,8 @@ impl Executable for Cpu {
                 text,
                 "\nkeeps {} KiB for the backward pass, {share:.0} % of the {} KiB that it reads; computes the rest again in {:.2} ms by \
                  the cost model of two threads",
-                partition.saved_bytes.div_ceil(1 << 10),
-                partition.everything_bytes.div_ceil(1 << 10),
+                kib(partition.saved_bytes),
+                kib(partition.everything_bytes),
                 partition.recompute_picoseconds as f64 * 1e-9
             );
             if let Some(chunks) = &partition.chunks {
@@ -479,7 +479,7 @@ impl Executable for Cpu {
                 let _ = write!(
                     text,
                     "\nwithout the memory budget the arena would have {} KiB",
-                    peak >> 10
+                    kib(peak)
                 );
             }
         }

@@ -32,7 +32,6 @@ use kiln_graph::{Graph, TensorType};
 use kiln_partition::{OutputRole, Point, Split};
 use kiln_profile::{KernelTime, StepDescription, StepRun};
 
-use super::autocast_text;
 use super::check::{Parting, Reference};
 use super::cpu::{extern_operation, has_collectives};
 use super::families::{Shared, UNMARKED, sharing_text};
@@ -40,6 +39,7 @@ use super::profile::{describe_contract, next_id};
 use super::{
     Effort, Executable, ExecuteError, Setting, check_arguments, check_scalars, check_tensor, convert, memory,
 };
+use super::{autocast_text, kib};
 use crate::gpu_tensor::GpuTensor;
 use crate::import::external;
 use crate::options::{CompileBackend, CompileOptions};
@@ -515,7 +515,7 @@ impl Executable for Cuda {
             code.functions.len(),
             self.executable.compile_time,
             self.executable.build_time,
-            contract.arena_bytes >> 10,
+            kib(contract.arena_bytes as u64),
             self.executable.gpu().device().description().name,
         );
         if self.options.1.tf32 {

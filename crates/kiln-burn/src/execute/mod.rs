@@ -486,6 +486,11 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
     }
 }
 
+/// Bytes in KiB, rounded up, for reports.
+pub(crate) fn kib(bytes: u64) -> u64 {
+    bytes.div_ceil(1 << 10)
+}
+
 /// What autocast did to a step, in lines: which type each value has that was decided on, and what is cast
 /// where. None without autocast.
 fn autocast_text(contract: &Contract) -> Option<String> {

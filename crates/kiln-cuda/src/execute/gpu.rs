@@ -235,10 +235,12 @@ impl Gpu {
         read
     }
 
-    /// Copies on a stream that steps do not wait for. The next use is on the steps' stream again.
+    /// Copies on a stream that steps do not wait for. The next use is on the steps' stream again, also if the copy
+    /// failed: memory is freed in the order of the stream that steps use it on.
     fn read_beside(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
-        self.reads.read(storage, 0, bytes)?;
-        storage.take_to(&self.stream)
+        let read = self.reads.read(storage, 0, bytes);
+        let back = storage.take_to(&self.stream);
+        read.and(back)
     }
 
     /// A copy in the device's memory.

@@ -82,7 +82,8 @@ impl Storage {
     }
 
     /// Has `stream` wait for the last use if that was on another stream. Work queued on `stream` from here on
-    /// may use the bytes.
+    /// may use the bytes. A stream that captures uses nothing: the graph takes the storage at each launch, and
+    /// other threads may use it in the meantime.
     ///
     /// # Errors
     /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].
@@ -93,6 +94,9 @@ impl Storage {
             return Ok(());
         }
         self.device.same_as(stream.device(), "using memory on a stream")?;
+        if stream.is_capturing() {
+            return Ok(());
+        }
         let mut last = self.last();
         match &last.end {
             _ if last.stream == *stream => {}

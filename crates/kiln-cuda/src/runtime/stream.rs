@@ -164,10 +164,15 @@ impl Stream {
     /// An error while the stream is captured. A graph runs long after the call that was captured, so it must
     /// hold no memory of the host, and none that is allocated or freed in the order of a stream.
     pub(super) fn refuse_in_capture(&self, action: &'static str) -> Result<()> {
-        if self.inner.capturing.load(Ordering::Acquire) {
-            return Err(CudaError::Captured { action });
+        match self.is_capturing() {
+            true => Err(CudaError::Captured { action }),
+            false => Ok(()),
         }
-        Ok(())
+    }
+
+    /// Whether what is queued goes into a graph.
+    pub(super) fn is_capturing(&self) -> bool {
+        self.inner.capturing.load(Ordering::Acquire)
     }
 
     pub(crate) fn raw(&self) -> CUstream {

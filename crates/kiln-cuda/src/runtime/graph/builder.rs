@@ -262,10 +262,6 @@ impl GraphBuilder {
         let stream = self.capture.clone();
         let position = self.order.next(after);
         let raw = self.raw(&position)?;
-        // Waiting for other streams happens now, outside the graph.
-        for storage in storages {
-            storage.take_to(&stream)?;
-        }
         self.device.enter()?;
         let driver = self.device.driver();
         // SAFETY: the nodes are of this graph; without edge data edges are plain.
@@ -323,10 +319,6 @@ impl GraphBuilder {
             None => self.urgent.insert(self.device.urgent_stream()?).clone(),
         };
         self.refuse_if_incomplete()?;
-        // Waiting for other streams happens now, outside the graph.
-        for storage in storages {
-            storage.take_to(&stream)?;
-        }
         self.device.enter()?;
         // SAFETY: the stream is this builder's and is not capturing.
         let code = unsafe {

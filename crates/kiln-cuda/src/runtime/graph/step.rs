@@ -17,10 +17,10 @@ pub struct StepGraph {
     /// How the error of a lost device names this graph as the last launch.
     label: Arc<str>,
     nodes: usize,
+    /// The nodes whose arguments are changed, if there are such. Destroyed before the kernels that they name.
+    _graph: Option<OwnedGraph>,
     kept: Kept,
     moving: Moving,
-    /// The nodes whose arguments are changed, if there are such.
-    _graph: Option<OwnedGraph>,
 }
 
 #[derive(Debug)]
