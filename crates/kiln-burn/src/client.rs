@@ -164,7 +164,7 @@ impl RunnerClient for KilnClient {
             }
             None => {
                 let id = self.new_id();
-                session::note_host_data(id);
+                session::note_host_data(id, &data);
                 self.enter(id, Storage::from_data(data))
             }
         }
@@ -175,6 +175,7 @@ impl RunnerClient for KilnClient {
     }
 
     fn seed(&self, seed: u64) {
+        session::note_seed();
         random::seed(seed);
     }
 

@@ -280,6 +280,11 @@ impl Recording {
         self.host_data.insert(id);
     }
 
+    /// Tells this recording from others that have the same operations and another number here.
+    pub fn push_word(&mut self, word: u64) {
+        self.words.push(word);
+    }
+
     /// Makes a materialised tensor the next input.
     pub fn add_input(&mut self, ir: &TensorIr, tensor: Storage) {
         self.input_positions.insert(ir.id, self.inputs.len() as u32);

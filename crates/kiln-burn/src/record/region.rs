@@ -102,6 +102,8 @@ pub struct Region {
     pub salvages: bool,
     /// The first tensor that the program read on the host in this call.
     pub host_read: Option<HostRead>,
+    /// Where the program first seeded the generator of random numbers in this call; a line, if one was found.
+    pub seeded: Option<Option<Location>>,
     /// The first graph break of this call.
     graph_break: Option<GraphBreak>,
     segments: Vec<Vec<Arc<Step>>>,
@@ -140,6 +142,7 @@ impl Region {
             on_placeholders: false,
             salvages: false,
             host_read: None,
+            seeded: None,
             graph_break: None,
             segments: Vec::new(),
             last: None,
@@ -157,7 +160,15 @@ impl Region {
         self.calls += 1;
         self.last = None;
         self.host_read = None;
+        self.seeded = None;
         self.graph_break = None;
+    }
+
+    /// Notes that the program seeds the generator of random numbers, which a replay would not do.
+    pub fn note_seed(&mut self) {
+        if self.keeps_host_data {
+            self.seeded.get_or_insert_with(user_location);
+        }
     }
 
     /// Notes that the program reads a tensor on the host, if that matters: a replay would not read it, and

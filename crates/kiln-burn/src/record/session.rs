@@ -22,6 +22,7 @@ use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use burn_backend::TensorData;
 use burn_flex::FlexTensor;
 use burn_ir::{OperationIr, TensorId, TensorIr};
 use kiln_profile::Category;
@@ -316,9 +317,17 @@ pub fn are_ready(ids: &[TensorId]) -> bool {
 }
 
 /// Notes that this thread makes the tensor `id` from data on the host now.
-pub fn note_host_data(id: TensorId) {
+pub fn note_host_data(id: TensorId, data: &TensorData) {
+    rehearsal::note_data(data);
     if let Some(session) = CURRENT.with_borrow(Clone::clone) {
         lock(&session).recording.note_host_data(id);
+    }
+}
+
+/// Notes that this thread seeds the generator of random numbers now.
+pub fn note_seed() {
+    if let Some(session) = CURRENT.with_borrow(Clone::clone) {
+        lock(&session).region.note_seed();
     }
 }
 

@@ -4,7 +4,9 @@
 //! before, or at, the point that overwrites it. Two conditions ensure that. All reads of the operand are at
 //! the position that is stored. And the store happens in the last pass over a row, where the loop body
 //! loads before it stores. An element that is read once for each row, such as the one that a loss picks
-//! from a row of logits, may lie anywhere in that row if it is read before the last pass begins.
+//! from a row of logits, may lie anywhere in that row if it is read before the last pass begins, and if nobody
+//! else stores parts of the row: a target gives a row to one thread or group where the nest reduces rows. Columns
+//! that are summed up, and what follows a product, lie in tiles, in which a row is several groups'.
 
 use kiln_graph::{Graph, Op, Value};
 
@@ -13,8 +15,9 @@ use super::nest::{Nest, Split, Store, vars};
 use super::row_stages::RowStages;
 use crate::index::{Atom, Index};
 
-/// The values whose memory `store` may take over.
-pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
+/// The values whose memory `store` may take over. `in_tiles` says that the nest is computed in tiles of something
+/// else's.
+pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store, in_tiles: bool) -> Vec<Value> {
     let mut stages = RowStages::default();
     let rows = nest.split.map_or(0, |split| split.rows);
     let of_points = |index: &[Index]| vars(index) & !rows != 0;
@@ -37,6 +40,13 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
     if stages.of(graph, nest, store.value) != last {
         return Vec::new();
     }
+    let mut reduces_rows = nest
+        .members
+        .iter()
+        .map(|&node| graph.node(node))
+        .filter(|data| matches!(data.op, Op::Reduce { .. }))
+        .map(|data| !nest.late.contains(&data.outputs[0]));
+    let is_whole = !in_tiles && (nest.late.is_empty() || reduces_rows.any(|reduces| reduces));
     // Values that depend on rows alone are stored after the last pass. The store may write one piece of its
     // buffer; memory is handed on to the whole buffer.
     let bytes = store.buffer.bytes(graph);
@@ -49,7 +59,8 @@ pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store) -> Vec<Value> {
                 && indices.iter().find(here).is_some_and(|stored| {
                     indices.iter().all(|index| {
                         here(&index)
-                            || nest.split.is_some_and(|split| in_row(split, index, stored))
+                            || is_whole
+                                && nest.split.is_some_and(|split| in_row(split, index, stored))
                                 && index.iter().all(|index| loaded_by(graph, nest, index, last))
                     })
                 })

@@ -124,7 +124,8 @@ impl Kernel {
         else {
             return Vec::new();
         };
-        let mut values = inplace::overwritable(graph, nest, store);
+        let in_tiles = matches!(self.kind, KernelKind::Contraction(..));
+        let mut values = inplace::overwritable(graph, nest, store, in_tiles);
         // Nests side by side run in any order.
         let others = self.nests().iter().filter(|other| !std::ptr::eq(*other, nest));
         let read: Vec<Value> = others

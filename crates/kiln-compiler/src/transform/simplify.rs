@@ -36,7 +36,8 @@ pub fn simplify(graph: &Graph) -> Result<Graph, TypeError> {
     Ok(pass.rewriter.finish().without_dead_code())
 }
 
-type Key = (Op, SmallVec<[Value; 3]>);
+/// An operation, its operands, and whether autocast leaves it as it is.
+type Key = (Op, SmallVec<[Value; 3]>, bool);
 
 struct Simplify<'a> {
     rewriter: Rewriter<'a>,
@@ -53,7 +54,7 @@ impl Simplify<'_> {
             return Ok(());
         }
         let pure = !node.op.is_impure();
-        let key = (node.op.clone(), inputs);
+        let key = (node.op.clone(), inputs, node.provenance.full_precision);
         if pure && let Some(values) = self.known.get(&key) {
             for (&old, &new) in node.outputs.iter().zip(&values.clone()) {
                 self.rewriter.replace(old, new);
@@ -72,7 +73,7 @@ impl Simplify<'_> {
         if let Some(value) = self.rule(&op, inputs, p)? {
             return Ok(value);
         }
-        let key = (op.clone(), SmallVec::from_slice(inputs));
+        let key = (op.clone(), SmallVec::from_slice(inputs), p.full_precision);
         if let Some(values) = self.known.get(&key) {
             return Ok(values[0]);
         }
@@ -128,8 +129,8 @@ impl Simplify<'_> {
             Op::Unary(UnaryOp::Neg) => {
                 let ty = self.rewriter.graph.ty(inputs[0]).clone();
                 match self.float_splat(inputs[0]) {
-                    Some(x) => self.full(-x, &ty, p).map(Some),
-                    None => Ok(None),
+                    Some(x) if ty.dtype.is_float() => self.full(-x, &ty, p).map(Some),
+                    _ => Ok(None),
                 }
             }
             Op::Unary(UnaryOp::Exp) => {
@@ -356,9 +357,17 @@ impl Simplify<'_> {
             shape: ty.shape.clone(),
             dims: (0..ty.shape.rank()).collect(),
         };
+        // Bytes count to 255: along a longer axis their numbers would come again.
+        let (dtype, indices) = match lines.dtype.size() {
+            1 | 2 => {
+                let cast = Op::Cast(DType::I32);
+                (DType::I32, self.add(cast, &[indices], p)?)
+            }
+            _ => (lines.dtype, indices),
+        };
         // Out-of-range indices of the program match no coordinate.
         let coordinate = Op::Iota {
-            dtype: lines.dtype,
+            dtype,
             shape: ty.shape.clone(),
             axis,
         };

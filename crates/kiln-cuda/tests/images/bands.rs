@@ -70,6 +70,33 @@ fn pictures_are_convolved_in_bands() {
     });
 }
 
+/// The first layer of a network for films: windows without depth over pictures one behind the other, or with one
+/// of zeros in front.
+#[test]
+fn films_are_no_pictures() {
+    let film = Convolution {
+        stride: &[1, 2, 2],
+        low: &[0, 3, 3],
+        high: &[0, 3, 3],
+        dilation: &[1, 1, 1],
+        ..square(2, [3, 16], 1, &[4, 16, 36], &[1, 7, 7])
+    };
+    let in_front = Convolution {
+        stride: &[2, 2, 2],
+        low: &[1, 3, 3],
+        input: &[1, 16, 36],
+        ..film
+    };
+    for convolution in [film, in_front] {
+        let graph = convolution.graph_to("bf16", "bf16", true);
+        let mut comparison = Differential::new(&graph);
+        comparison.target.warpgroups = Warpgroups::Always;
+        assert_eq!(comparison.check(), Ok(Outcome::Same), "{graph}");
+        let found = ways(&comparison);
+        assert!(!found.iter().any(|way| way.starts_with("bands")), "{found:?}");
+    }
+}
+
 #[test]
 fn pictures_are_convolved_in_bands_on_a_gpu() {
     if common::gpu().is_none() {

@@ -20,6 +20,8 @@ pub enum Cause {
     Proof,
     /// The step was called where nothing is recorded ([`crate::disable`]).
     Disabled,
+    /// The step was called inside another region, whose recording it joins.
+    Nested,
     /// The step cannot be replayed.
     Obstacle(String),
 }
@@ -40,6 +42,7 @@ impl fmt::Display for Cause {
             Self::Disabled => {
                 f.write_str("called inside of `kiln::disable`, where nothing is recorded or replayed")
             }
+            Self::Nested => f.write_str("called inside another region, which records it"),
             Self::Obstacle(reason) => write!(f, "the step cannot be replayed: {reason}"),
         }
     }

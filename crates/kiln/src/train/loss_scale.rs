@@ -23,7 +23,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::AdaptorRecord;
 use burn_optim::{GradientsParams, Optimizer, SimpleOptimizer};
 use burn_tensor::{Bool, DType, Int, Tensor, TensorData, TensorPrimitive};
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use kiln_burn::record::exchange;
 use kiln_burn::storage::Storage;
 use kiln_burn::{CompileOptions, Kiln, KilnClient, KilnDevice, LossScaling, ranks};
@@ -138,6 +138,7 @@ impl State {
         let mut divide = Divide {
             inverse: self.scale.clone().recip(),
             gradients,
+            seen: HashSet::new(),
             bad: Tensor::zeros_like(&self.skipped),
         };
         model.visit(&mut divide);
@@ -161,7 +162,10 @@ impl State {
             skipped,
         } = self;
         let steps = steps.add_scalar(1);
-        let due = steps.clone().greater_equal_elem(scaling.interval);
+        // The counter is an `i32`: an interval beyond its numbers never ends.
+        let due = steps
+            .clone()
+            .greater_equal_elem(scaling.interval.min(i32::MAX as u32));
         let grown = scale.clone().mul_scalar(scaling.growth).clamp_max(LARGEST);
         let shrunk = scale.clone().mul_scalar(scaling.backoff).clamp_min(1.0);
         Self {
@@ -178,12 +182,17 @@ impl State {
 struct Divide<'a> {
     inverse: Tensor<Kiln, 1>,
     gradients: &'a mut GradientsParams,
+    /// A parameter that a model has twice has one gradient.
+    seen: HashSet<ParamId>,
     /// More than 0 if an element of a gradient is not finite, of shape `[1]`.
     bad: Tensor<Kiln, 1, Int>,
 }
 
 impl<B: TrainBackend> ModuleVisitor<B> for Divide<'_> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        if !self.seen.insert(param.id) {
+            return;
+        }
         let Some(gradient) = self.gradients.remove::<Kiln, D>(param.id) else {
             return;
         };

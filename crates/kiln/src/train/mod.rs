@@ -221,7 +221,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
-    /// Whether it ever was: the program may have a clone, which shares cells with the model.
+    /// Whether the program may have a clone, which shares cells with the model: of the model that it gave, or of one
+    /// that it was shown.
     was_lent: bool,
     /// Which tensors of the model are in cells that clones share; none before the first call.
     cells: Option<Cells>,
@@ -237,13 +238,34 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     types: std::marker::PhantomData<fn(I) -> L>,
 }
 
-/// From here on one of so many calls of a signature is a proof; before, calls are proofs whose number is a
-/// power of two, from 4 on.
+/// From here on one of so many calls of a signature is a proof.
 const PROOF_EVERY: u64 = 1024;
 
-/// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan.
+/// Makes calls 9, 21 and 39 the next ones: the first few meet what a closure does at every second to fifth call.
+const SALT: u64 = 2248;
+
+/// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan: call
+/// 4, one of 8 to 15, one of 16 to 31, .., and one of each 1024. Which of them is drawn, the same at each run: calls
+/// at even distances would never meet what a closure does at every other call.
 const fn is_proof(number: u64) -> bool {
-    number.is_multiple_of(PROOF_EVERY) || (number >= 4 && number.is_power_of_two())
+    if number < 8 {
+        return number == 4;
+    }
+    let block = if number < PROOF_EVERY {
+        1 << number.ilog2()
+    } else {
+        PROOF_EVERY
+    };
+    let start = number / block * block;
+    number - start == mixed(start + SALT) % block
+}
+
+/// A number that looks drawn: a step of SplitMix64 (Steele, Lea and Flood, 2014).
+const fn mixed(number: u64) -> u64 {
+    let bits = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let bits = (bits ^ (bits >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let bits = (bits ^ (bits >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    bits ^ (bits >> 31)
 }
 
 impl<B, M, O, F, I, L> TrainStep<B, M, O, F, I, L>
@@ -308,6 +330,9 @@ where
     ) -> Result<Result<(usize, Vec<burn_ir::ScalarIr>), Cause>, TrainError> {
         if record::is_disabled() {
             return Ok(Err(Cause::Disabled));
+        }
+        if record::is_nested() {
+            return Ok(Err(Cause::Nested));
         }
         let Some(index) = self.variants.planned(tensors, signature) else {
             return Ok(Err(self.unplanned(signature)));
@@ -403,6 +428,31 @@ where
     fn leave_replay(&mut self) {
         if let Some((model, optim)) = self.trained.take() {
             self.trained = Some((model, self.variants.suspend(optim)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_come_at_uneven_distances() {
+        let proofs =
+            |range: std::ops::Range<u64>| -> Vec<u64> { range.filter(|&number| is_proof(number)).collect() };
+        assert_eq!(proofs(0..64), [4, 9, 21, 39]);
+        for block in [64..128, 512..1024, 1024..2048, 10 << 10..11 << 10] {
+            assert_eq!(proofs(block).len(), 1);
+        }
+        // Whatever a closure does at every so many calls, a proof meets it.
+        let proofs = proofs(0..2_000_000);
+        for period in 2..=100 {
+            for first in 0..period {
+                assert!(
+                    proofs.iter().any(|proof| proof % period == first),
+                    "{period} {first}"
+                );
+            }
         }
     }
 }

@@ -9,7 +9,7 @@
 use std::sync::Arc;
 
 use burn_ir::{ScalarIr, TensorId, TensorIr};
-use kiln_burn::record::{self, Bindings, Call, HostRead, Position, Replay, ReplayError, Watch};
+use kiln_burn::record::{self, Bindings, Call, CompiledRegion, Position, Replay, ReplayError, Watch};
 use kiln_burn::{Error, KilnClient, KilnDevice};
 use kiln_profile::Category;
 
@@ -132,8 +132,15 @@ impl From<ReplayError> for Obstacle {
 }
 
 /// The action of a call's closure that a replay would not do; none if there was none.
-pub(super) fn host_obstacle(output: &impl StepInput, read: Option<HostRead>) -> Option<String> {
-    if let Some(read) = read {
+pub(super) fn host_obstacle(output: &impl StepInput, region: &CompiledRegion) -> Option<String> {
+    if let Some(line) = region.last_seed() {
+        let line = line.map_or_else(String::new, |line| format!(" at {line}"));
+        return Some(format!(
+            "the closure seeds the generator of random numbers{line}, which a replay would not do; seed it before the \
+             step, or draw the numbers once and use them twice"
+        ));
+    }
+    if let Some(read) = region.last_host_read() {
         let remedy = read.counterpart().unwrap_or_else(|| {
             "compute it with tensor operations, or pass the number as a plain value of the input".to_owned()
         });

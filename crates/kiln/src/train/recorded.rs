@@ -260,7 +260,7 @@ where
         let earlier = &self.variants.get(earlier).trace;
         let trace = &mut variant.trace;
         trace.follow(earlier);
-        let bindings = match plan::host_obstacle(output, self.region.last_host_read()) {
+        let bindings = match plan::host_obstacle(output, &self.region) {
             Some(reason) => Err(Obstacle::Reason(reason)),
             None => plan::bind(earlier, trace),
         };

@@ -5,7 +5,8 @@ use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 
 use burn::module::AutodiffModule;
-use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Distribution, Tensor};
 use kiln::Kiln;
 
 use crate::models::*;
@@ -36,6 +37,7 @@ programs! {
     the_loss_printed_in_the_closure => Recorded,
     data_made_from_a_counter => Recorded,
     noise_drawn_in_the_closure => Replayed,
+    the_same_noise_twice => Recorded,
     a_log_of_shapes => Replayed,
     a_captured_tensor_that_is_dropped => Any,
 }
@@ -316,12 +318,22 @@ fn data_made_from_a_counter(p: &Program) {
 
 fn noise_drawn_in_the_closure(p: &Program) {
     let mut step = p.train(p.mlp(), sgd(), |model, x: T2| {
-        let noise = Tensor::random(
-            x.dims(),
-            burn::tensor::Distribution::Normal(0.0, 0.1),
-            &x.device(),
-        );
+        let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, 0.1), &x.device());
         energy(model.forward(x + noise))
+    });
+    for call in 0..CALLS {
+        step.step(LR, p.x(call));
+    }
+}
+
+fn the_same_noise_twice(p: &Program) {
+    let mut step = p.train(p.mlp(), sgd(), |model: &Mlp<B>, x: T2| {
+        let noisy = |scale: f64| {
+            <B as Backend>::seed(&x.device(), 7);
+            let noise = Tensor::random(x.dims(), Distribution::Normal(0.0, scale), &x.device());
+            model.forward(x.clone() + noise)
+        };
+        mse(noisy(0.1), noisy(0.2))
     });
     for call in 0..CALLS {
         step.step(LR, p.x(call));

@@ -20,6 +20,9 @@ pub type B = Autodiff<Kiln>;
 /// Calls of a step that a program makes unless it has a reason for another number.
 pub const CALLS: usize = 8;
 
+/// The first calls of a signature that are recorded to be compared with the plan.
+const PROOFS: [usize; 3] = [4, 9, 21];
+
 /// How the compiled run of a program is done.
 #[derive(Clone, Copy, Debug)]
 pub struct Way {
@@ -71,7 +74,7 @@ pub enum Expectation {
     /// Whatever is right; a step that is never replayed says why.
     Any,
     /// The closure changes its meaning at this call (the first is 1) by something nobody can see. Results
-    /// may differ from there to the next call that is proved (4, 8, 16, ..), which must notice.
+    /// may differ from there to the next call that is proved ([`PROOFS`]), which must notice.
     Noticed(usize),
 }
 
@@ -261,7 +264,8 @@ impl Program {
             return Err(differences[..differences.len().min(6)].join("\n"));
         }
         // The call that is proved first after the change.
-        let proof = change.checked_next_power_of_two().unwrap_or(usize::MAX).max(4);
+        let proof = PROOFS.into_iter().find(|&proof| proof >= change);
+        let proof = proof.unwrap_or(usize::MAX);
         if !self.noticed(proof) && !self.differences(plain, usize::MAX).is_empty() {
             return Err(format!("nothing was noticed by call {proof}"));
         }

@@ -31,7 +31,7 @@ programs! {
     running_means_of_both_sizes_are_kept => Replayed,
     a_clone_is_trained_in_between => Any,
     a_captured_tensor_is_exchanged_between_sizes => Any,
-    a_number_changes_while_sizes_alternate => Noticed(9),
+    a_number_changes_while_sizes_alternate => Noticed(10),
     one_size_panics_now_and_then => Replayed,
     a_hidden_state_passes_between_sizes => Any,
     one_size_reads_a_value => Any,
@@ -276,7 +276,7 @@ fn a_number_changes_while_sizes_alternate(p: &Program) {
         energy(model.forward(x)) * seen.get()
     });
     for call in 0..24 {
-        if call + 1 == 9 {
+        if call + 1 == 10 {
             factor.set(3.0);
         }
         step.step(LR, turns(p, call));

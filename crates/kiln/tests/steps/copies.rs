@@ -263,29 +263,13 @@ fn a_step_that_is_cut_goes_on_without_copies() {
     }
 }
 
-/// A layer whose weight is read transposed and as it is.
-#[derive(Module, Debug)]
-struct Tied<B: burn::tensor::backend::Backend> {
-    weight: Param<Tensor<B, 2>>,
-    again: Param<Tensor<B, 2>>,
-}
-
 #[test]
 fn parameters_that_are_one_tensor_have_no_copies() {
     let _turn = turn();
     let train = |keeps: bool| {
         kiln_seed();
-        let weight = Tensor::<Compiled, 2>::random([6, 6], burn::tensor::Distribution::Default, &device());
-        let weight = Param::from_tensor(weight);
-        let model = Tied {
-            again: weight.clone(),
-            weight,
-        };
-        let loss = |model: &Tied<Compiled>, x: Tensor<Compiled, 2>| {
-            let hidden = x.matmul(model.weight.val()).tanh();
-            let out = hidden.matmul(model.again.val().transpose());
-            out.powf_scalar(2.0).mean()
-        };
+        let model = Tied::<Compiled>::new(&device());
+        let loss = |model: &Tied<Compiled>, x: Tensor<Compiled, 2>| model.energy(x);
         let step = TrainStep::new(model, SgdConfig::new().init(), loss).with_options(options(DType::BF16));
         let mut step = step.with_kept_copies(keeps).build().unwrap();
         let x = Tensor::<Compiled, 2>::ones([4, 6], &device()) * 0.3;

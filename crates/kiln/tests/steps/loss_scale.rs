@@ -111,6 +111,48 @@ fn a_scaled_loss_trains_the_same_model() {
     }
 }
 
+/// A parameter that a model has twice has one gradient, which is divided by the scale once.
+#[test]
+fn a_parameter_in_two_places_is_scaled_once() {
+    let _turn = turn();
+    let start = initialised(Tied::<Compiled>::new(&device()));
+    let run = |options: CompileOptions| {
+        let step = TrainStep::new(
+            start.clone(),
+            SgdConfig::new().init(),
+            |model: &Tied<Compiled>, x: Tensor<Compiled, 2>| model.energy(x),
+        );
+        let mut step = step.with_options(options).build().unwrap();
+        let x = Tensor::<Compiled, 2>::ones([4, 6], &device()) * 0.3;
+        let losses: Vec<f64> = (0..6)
+            .map(|_| value(step.step(0.1, x.clone()).unwrap()))
+            .collect();
+        (losses, parameters::<Compiled, _>(step.model().unwrap()))
+    };
+    let options = options(CompileBackend::AotEager);
+    let (losses, parameters) = run(options.clone());
+    assert!(losses[5] < 0.9 * losses[0], "{losses:?}");
+    assert_eq!(run(options.with_loss_scaling(SCALING)), (losses, parameters));
+}
+
+/// A scale that never grows.
+#[test]
+fn an_interval_beyond_all_counters_never_ends() {
+    let _turn = turn();
+    let scaling = LossScaling {
+        interval: u32::MAX,
+        ..SCALING
+    };
+    let options = options(CompileBackend::AotEager).with_loss_scaling(scaling);
+    let step = TrainStep::new(start(), SgdConfig::new().init(), loss).with_options(options);
+    let mut step = step.build().unwrap();
+    for index in 0..4 {
+        step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
+    }
+    let scale = step.loss_scale().unwrap();
+    assert_eq!((scale.scale, scale.steps), (1024.0, 4));
+}
+
 #[test]
 fn a_step_with_infinite_gradients_is_skipped() {
     let _turn = turn();

@@ -14,7 +14,7 @@ use burn::nn::{
     Lstm, LstmConfig, Relu,
 };
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{Distribution, Int, Tensor, TensorData};
 use kiln::StepInput;
 
 /// Inputs and labels. Images, sequences and vectors are views of the same numbers.
@@ -259,5 +259,29 @@ impl<B: Backend> Encoder<B> {
     pub fn freeze_embedding(mut self) -> Self {
         self.embedding = self.embedding.no_grad();
         self
+    }
+}
+
+/// A layer that has one parameter twice: it is read as it is, and transposed.
+#[derive(Module, Debug)]
+pub struct Tied<B: Backend> {
+    weight: Param<Tensor<B, 2>>,
+    again: Param<Tensor<B, 2>>,
+}
+
+impl<B: Backend> Tied<B> {
+    pub fn new(device: &B::Device) -> Self {
+        let weight = Param::from_tensor(Tensor::random([6, 6], Distribution::Default, device));
+        Self {
+            again: weight.clone(),
+            weight,
+        }
+    }
+
+    /// The mean square of what comes of `x`, of shape `[any, 6]`.
+    pub fn energy(&self, x: Tensor<B, 2>) -> Tensor<B, 1> {
+        let hidden = x.matmul(self.weight.val()).tanh();
+        let out = hidden.matmul(self.again.val().transpose());
+        out.powf_scalar(2.0).mean()
     }
 }

@@ -36,7 +36,7 @@ fn after_the_first_steps_no_model_code_runs() {
     for index in 0..10 {
         step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
     }
-    // Calls 1 and 2 make the plan; 4 and 8 are proofs.
+    // Calls 1 and 2 make the plan; 4 and 9 are proofs.
     assert_eq!(calls.get(), 4);
     assert_eq!((step.history().recorded, step.history().replayed), (4, 6));
     assert_eq!(step.history().proofs, 2);

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex};
 
 use kiln_profile::Category;
 
+use super::super::location::Location;
 use super::super::recording::Recorded;
 use super::super::region::{HostRead, LastRun, Region};
 use super::super::report::RegionReport;
@@ -168,6 +169,12 @@ impl CompiledRegion {
     /// not do; none if there was none.
     pub fn last_host_read(&self) -> Option<HostRead> {
         lock(&self.session).region.host_read.clone()
+    }
+
+    /// Where the last call of [`CompiledRegion::run`] seeded the generator of random numbers, which a replay would
+    /// not do: a line, if one was found; none if it did not.
+    pub fn last_seed(&self) -> Option<Option<Location>> {
+        lock(&self.session).region.seeded.clone()
     }
 
     /// The step the last call of [`CompiledRegion::run`] ended with; none if it recorded nothing or failed.

@@ -1,9 +1,12 @@
 //! Rehearsals: operations that are recorded and never run. Host code is executed for its scalars alone.
 
 use std::cell::RefCell;
+use std::hash::{Hash as _, Hasher as _};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
+use burn_backend::TensorData;
 use burn_ir::OperationIr;
+use rustc_hash::FxHasher;
 
 use super::super::recording::{Killed, Recorded, Recording};
 use super::Aborted;
@@ -43,6 +46,18 @@ pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
         Err(payload) if payload.is::<Aborted>() => None,
         Err(payload) => resume_unwind(payload),
     }
+}
+
+/// Makes the elements of a tensor of the host part of the rehearsal under way, if there is one: with others it is
+/// another recording.
+pub(super) fn note_data(data: &TensorData) {
+    REHEARSAL.with_borrow_mut(|rehearsal| {
+        if let Some(recording) = rehearsal.as_mut() {
+            let mut hasher = FxHasher::default();
+            data.as_bytes().hash(&mut hasher);
+            recording.push_word(hasher.finish());
+        }
+    });
 }
 
 /// Hands the operation to the rehearsal under way; gives it back if there is none.

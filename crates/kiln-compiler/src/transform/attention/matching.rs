@@ -208,7 +208,11 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
         drop_scores: bindings.of("?t") != bindings.of("?s"),
         safe: has("?nothing"),
     };
+    // Autocast leaves both products as they are, or neither.
+    let full_precision = |value: Value| graph.def(value).provenance.full_precision;
     let fits = graph.dtype(scores.out) == dtype
+        && graph.ty(scores.out).numel() > 0
+        && full_precision(scores.out) == full_precision(product.out)
         && fit(graph, &bindings, dtype)
         && (!dims.dropout || graph.dtype(bindings.of("?draws")) == dtype.compute())
         // There is one dropout: dropping weights and scores by the same draws is another computation.

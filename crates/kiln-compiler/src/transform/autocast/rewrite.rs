@@ -165,10 +165,12 @@ impl<'a> Rewrite<'a> {
 
     /// A node as it was, and its results rounded where the facts say so.
     fn plain(&mut self, data: &NodeData) -> Result<(), TypeError> {
-        let in_nest = !is_library(&data.op);
+        // What picks or orders elements sees those that others compare with what it picked.
+        let orders = matches!(data.op, Op::ArgReduce { .. } | Op::Sort { .. } | Op::TopK { .. });
+        let as_nests_read = orders || !is_library(&data.op);
         let mut inputs: SmallVec<[Value; 3]> = SmallVec::new();
         for &value in &data.inputs {
-            inputs.push(match in_nest {
+            inputs.push(match as_nests_read {
                 true if self.facts.reads_factor(data, value) => self.widened(value)?,
                 true => self.read(value)?,
                 false => self.read_exact(value)?,

@@ -99,8 +99,12 @@ impl Band {
 
 /// Whether groups of warps compute the convolution of a picture with these rows, or its weight's gradient.
 fn is_taken(convolution: &Convolution<'_>, rows: &Rows, options: &EmitOptions<'_>) -> bool {
-    let Convolution { y, stride, .. } = convolution;
-    let [_, _, width] = y.extents;
+    let Convolution {
+        x, y, stride, low, ..
+    } = convolution;
+    let [depth, _, width] = y.extents;
+    // A picture has no depth, neither of its own nor of zeros around it.
+    let is_flat = x.extents[0] == 1 && depth == 1 && low[0] == 0;
     let is_wide = 2 * width >= width.next_multiple_of(TILE);
     let is_wanted = match options.warpgroups {
         Warpgroups::WherePays => options.capability == CAPABILITY && is_wide,
@@ -110,6 +114,7 @@ fn is_taken(convolution: &Convolution<'_>, rows: &Rows, options: &EmitOptions<'_
     let [taps, ..] = convolution.window;
     is_wanted
         && taps == 1
+        && is_flat
         && stride[2] == 2
         && rows.depth().is_multiple_of(STEP)
         && y.channels <= MOST_CHANNELS
