@@ -3,7 +3,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use burn::module::{AutodiffModule, Module, Param};
+use burn::module::{AutodiffModule, Module};
 use burn::tensor::{DType, Tensor};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{AdamWConfig, SgdConfig, SimpleOptimizer};
