@@ -20,8 +20,8 @@
 //!
 //! A call that the replay does not cover (another batch shape, a step whose host code takes another branch,
 //! state that the program replaced) is recorded again; the optimizer's state is brought up to date first
-//! ([`rehearsal::Rehearsal::catch_up`]). Calls 4, 8, 16, .. of a variant are proofs: they are recorded
-//! although they could be replayed, and compared with the plan ([`plan`]).
+//! ([`rehearsal::Rehearsal::catch_up`]). Some calls of a variant are proofs: they are recorded although they
+//! could be replayed, and compared with the plan ([`plan`]).
 
 mod access;
 mod backup;
@@ -177,16 +177,18 @@ type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> Opt
 /// same function of its input at every call. Its random operations (dropout) still draw new numbers at each
 /// call. Everything else that it does is noticed:
 ///
-/// - A closure that reads a tensor on the host, returns a plain number, or keeps a tensor from call to call
-///   outside the model is recorded at every call, with a warning that names the reason and the line
-///   ([`History::obstacle`]).
+/// - A closure that reads a tensor on the host, seeds the generator, returns a plain number, or keeps a tensor
+///   that it computed from call to call outside the model is recorded at every call, with a warning that names
+///   the reason and the line ([`History::obstacle`]). A clone of its input or of a parameter that it puts aside
+///   is that of the last recorded call.
 /// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the
 ///   replay; the step is recorded once or twice and replayed again.
 /// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded
 ///   and replayed separately; the state is one.
-/// - Calls 4, 8, 16, .. and every 1024th of a signature are recorded again and compared. For example, a
+/// - Calls 4, 9, 21, 39, .. and one of each 1024 of a signature are recorded again and compared. For example, a
 ///   number counted in a `Cell` is found there: a warning names it (an error under
-///   [`crate::CompileOptions::strict`]), and the step is recorded from then on.
+///   [`crate::CompileOptions::strict`]), and the step is recorded from then on. What the closure does at one of
+///   many calls alone may not be met for long; pass such a choice as a plain value of the input.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
