@@ -81,11 +81,22 @@ pub(crate) fn binary(op: BinaryOp, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         BinaryOp::Div => a.div(b),
         BinaryOp::Max => propagating(a, b, &a.maximum(b)?),
         BinaryOp::Min => propagating(a, b, &a.minimum(b)?),
-        BinaryOp::Rem => in_f64(|a, b| a.sub(&b.mul(&a.div(b)?.floor()?)?)),
+        BinaryOp::Rem => in_f64(rem),
         BinaryOp::Pow => in_f64(pow),
         BinaryOp::Atan2 => in_f64(atan2),
         other => candle_core::bail!("`{other}` is no function of floats"),
     }
+}
+
+/// The remainder with the sign of the divisor, of f64. candle has none, and a quotient is rounded: it is computed
+/// on the host.
+fn rem(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let [left, right] = [a, b].map(|tensor| tensor.flatten_all()?.to_vec1::<f64>());
+    let rests = left?.into_iter().zip(right?).map(|(a, b)| match a % b {
+        rest if rest != 0.0 && (rest < 0.0) != (b < 0.0) => rest + b,
+        rest => rest,
+    });
+    Tensor::from_vec(rests.collect::<Vec<f64>>(), a.shape(), a.device())
 }
 
 /// `chosen`, or NaN where an operand is.

@@ -208,7 +208,6 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             masters,
             variants,
             lent: AtomicBool::new(false),
-            was_lent: true,
             cells: None,
             rate: None,
             warned: Vec::new(),

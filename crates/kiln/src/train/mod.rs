@@ -223,9 +223,6 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     variants: Variants<B, M, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
-    /// Whether the program may have a clone, which shares cells with the model: of the model that it gave, or of one
-    /// that it was shown.
-    was_lent: bool,
     /// Which tensors of the model are in cells that clones share; none before the first call.
     cells: Option<Cells>,
     /// The learning rate of the last call; none before the first.
@@ -380,8 +377,8 @@ where
     /// Makes the model the only owner of its state again, if the program may have copied it.
     fn take_possession(&mut self) -> Result<(), TrainError> {
         let lent = std::mem::take(self.lent.get_mut());
-        self.was_lent |= lent;
-        let shares_cells = self.was_lent && self.cells.as_ref().is_some_and(Cells::any);
+        // The program may have a clone of the model that it gave, or of one that it was shown.
+        let shares_cells = self.cells.as_ref().is_some_and(Cells::any);
         if (!lent && !shares_cells) || self.variants.plans().next().is_none() {
             return Ok(());
         }

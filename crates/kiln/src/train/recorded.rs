@@ -219,9 +219,7 @@ where
         self.history.obstacle = self.variants.obstacle().cloned();
         // A tensor of the new state that the closure put aside keeps its id, and the model gets another.
         self.lent.store(true, Ordering::Relaxed);
-        let was_lent = self.was_lent;
         self.take_possession()?;
-        self.was_lent = was_lent;
         outcome.map(|()| output)
     }
 

@@ -44,6 +44,7 @@ programs! {
     the_model_moves_to_the_inner_backend_and_back => Replayed,
     weights_read_at_every_call => Replayed,
     the_clone_runs_in_training_mode => Replayed,
+    a_clone_from_before_runs_in_training_mode => Replayed,
 }
 
 fn validation_after_every_call(p: &Program) {
@@ -439,6 +440,19 @@ fn the_clone_runs_in_training_mode(p: &Program) {
         step.step(LR, p.x(call));
         if call == 5 {
             let copy = step.model().clone();
+            p.look("output of the copy", &copy.forward(p.x(200)));
+        }
+    }
+    p.look("validation", &step.model().valid().forward(p.x(100).inner()));
+}
+
+fn a_clone_from_before_runs_in_training_mode(p: &Program) {
+    let model = p.normed();
+    let copy = model.clone();
+    let mut step = p.train(model, sgd(), |model, x: T2| energy(model.forward(x)));
+    for call in 0..14 {
+        step.step(LR, p.x(call));
+        if call == 6 {
             p.look("output of the copy", &copy.forward(p.x(200)));
         }
     }
