@@ -409,21 +409,13 @@ fn a_graph_has_the_edges_it_was_given() {
     let mut step = graph.instantiate(&stream).unwrap();
     assert_eq!(step.nodes(), 7);
     fake.calls();
-    step.launch().unwrap();
-    let calls = fake.calls();
-    // The storages were last used on the stream that captures.
-    assert_eq!(
-        calls
-            .iter()
-            .filter(|call| call.starts_with("cuStreamWaitEvent"))
-            .count(),
-        2,
-        "{calls:#?}"
-    );
-    step.launch().unwrap();
-    let calls = fake.calls();
-    assert_eq!(calls.len(), 1, "{calls:#?}");
-    assert!(calls[0].starts_with("cuGraphLaunch graph "), "{calls:#?}");
+    // What is captured uses no storage before it is launched: they are still this stream's, and nothing is waited for.
+    for _ in 0..2 {
+        step.launch().unwrap();
+        let calls = fake.calls();
+        assert_eq!(calls.len(), 1, "{calls:#?}");
+        assert!(calls[0].starts_with("cuGraphLaunch graph "), "{calls:#?}");
+    }
 
     // The graph keeps what it uses, and is waited for before anything of it goes.
     drop((one, two, kernel));
