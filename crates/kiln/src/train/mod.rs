@@ -390,6 +390,10 @@ where
             // values, which ends the replay.
             drop(model.valid());
         }
+        if !lent {
+            self.trained = Some((model, optim));
+            return Ok(());
+        }
         let mut renewed = None;
         self.variants.rename(|state| {
             let (model, names) = ownership::renew::<B, M>(*model, state)?;
