@@ -88,8 +88,8 @@ pub(crate) fn binary(op: BinaryOp, a: &Tensor, b: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// The remainder with the sign of the divisor, of f64. candle has none, and a quotient is rounded: it is computed
-/// on the host.
+/// The remainder with the sign of the divisor, of f64. candle has none, and a quotient is rounded: it is
+/// computed on the host.
 fn rem(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let [left, right] = [a, b].map(|tensor| tensor.flatten_all()?.to_vec1::<f64>());
     let rests = left?.into_iter().zip(right?).map(|(a, b)| match a % b {

@@ -409,7 +409,8 @@ fn a_graph_has_the_edges_it_was_given() {
     let mut step = graph.instantiate(&stream).unwrap();
     assert_eq!(step.nodes(), 7);
     fake.calls();
-    // What is captured uses no storage before it is launched: they are still this stream's, and nothing is waited for.
+    // What is captured uses no storage before it is launched: they are still this stream's, and nothing is
+    // waited for.
     for _ in 0..2 {
         step.launch().unwrap();
         let calls = fake.calls();

@@ -162,8 +162,8 @@ fn products_that_share_an_operand_or_are_added_up_are_one() {
     }
 }
 
-/// The library's side of a product in pieces copies matrices to working memory, which is other values' before and
-/// after: it is no working memory of products alone, and orders them.
+/// The library's side of a product in pieces copies matrices to working memory, which is other values' before
+/// and after: it is no working memory of products alone, and orders them.
 #[test]
 fn copies_of_pieces_keep_away_from_values_in_the_same_memory() {
     let graph = Graph::parse(

@@ -4,9 +4,10 @@
 //! before, or at, the point that overwrites it. Two conditions ensure that. All reads of the operand are at
 //! the position that is stored. And the store happens in the last pass over a row, where the loop body
 //! loads before it stores. An element that is read once for each row, such as the one that a loss picks
-//! from a row of logits, may lie anywhere in that row if it is read before the last pass begins, and if nobody
-//! else stores parts of the row: a target gives a row to one thread or group where the nest reduces rows. Columns
-//! that are summed up, and what follows a product, lie in tiles, in which a row is several groups'.
+//! from a row of logits, may lie anywhere in that row if it is read before the last pass begins, and if
+//! nobody else stores parts of the row: a target gives a row to one thread or group where the nest reduces
+//! rows. Columns that are summed up, and what follows a product, lie in tiles, in which a row is several
+//! groups'.
 
 use kiln_graph::{Graph, Op, Value};
 
@@ -15,8 +16,8 @@ use super::nest::{Nest, Split, Store, vars};
 use super::row_stages::RowStages;
 use crate::index::{Atom, Index};
 
-/// The values whose memory `store` may take over. `in_tiles` says that the nest is computed in tiles of something
-/// else's.
+/// The values whose memory `store` may take over. `in_tiles` says that the nest is computed in tiles of
+/// something else's.
 pub fn overwritable(graph: &Graph, nest: &Nest, store: &Store, in_tiles: bool) -> Vec<Value> {
     let mut stages = RowStages::default();
     let rows = nest.split.map_or(0, |split| split.rows);

@@ -38,8 +38,8 @@ fn errors(graph: &Graph, inputs: &[HostTensor]) -> Vec<f64> {
         .collect()
 }
 
-/// Remainders of floats are exact before their sign is the divisor's: those of large quotients, of quotients that
-/// round to an integer, by infinities and by zero.
+/// Remainders of floats are exact before their sign is the divisor's: those of large quotients, of quotients
+/// that round to an integer, by infinities and by zero.
 pub fn check_remainders() {
     let remainders = |dtype: DType, pairs: &[[f64; 2]], expected: &[f64]| {
         let count = pairs.len();

@@ -30,8 +30,8 @@ pub struct Gpu {
     compiler: Compiler,
     /// cuBLASLt, opened by the first step that multiplies matrices.
     multiplier: OnceLock<Multiplier>,
-    /// The algorithms that were found for products, by their description and the bytes of working memory that they
-    /// may have.
+    /// The algorithms that were found for products, by their description and the bytes of working memory that
+    /// they may have.
     choices: Mutex<HashMap<(Product, usize), Choice>>,
     /// Times of kernels of Kiln's own, as parts of the library's.
     shares: Mutex<HashMap<Key, f32>>,
@@ -235,8 +235,8 @@ impl Gpu {
         read
     }
 
-    /// Copies on a stream that steps do not wait for. The next use is on the steps' stream again, also if the copy
-    /// failed: memory is freed in the order of the stream that steps use it on.
+    /// Copies on a stream that steps do not wait for. The next use is on the steps' stream again, also if the
+    /// copy failed: memory is freed in the order of the stream that steps use it on.
     fn read_beside(&self, storage: &Storage, bytes: &mut [u8]) -> Result<()> {
         let read = self.reads.read(storage, 0, bytes);
         let back = storage.take_to(&self.stream);

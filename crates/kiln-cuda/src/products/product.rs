@@ -138,8 +138,8 @@ pub struct Product {
     pub compute: Compute,
     pub epilogue: Epilogue,
     pub scalars: ScalarsFrom,
-    /// Bytes that the addresses of the left operand, the right operand and the result are multiples of, powers
-    /// of two up to [`ALIGNED`]: an algorithm that was chosen for some may refuse others.
+    /// Bytes that the addresses of the left operand, the right operand and the result are multiples of,
+    /// powers of two up to [`ALIGNED`]: an algorithm that was chosen for some may refuse others.
     pub alignments: [u32; 3],
 }
 

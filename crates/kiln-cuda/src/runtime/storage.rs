@@ -82,8 +82,8 @@ impl Storage {
     }
 
     /// Has `stream` wait for the last use if that was on another stream. Work queued on `stream` from here on
-    /// may use the bytes. A stream that captures uses nothing: the graph takes the storage at each launch, and
-    /// other threads may use it in the meantime.
+    /// may use the bytes. A stream that captures uses nothing: the graph takes the storage at each launch,
+    /// and other threads may use it in the meantime.
     ///
     /// # Errors
     /// [`CudaError::TwoDevices`], [`CudaError::Driver`], [`CudaError::Lost`].

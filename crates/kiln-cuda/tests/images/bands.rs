@@ -70,8 +70,8 @@ fn pictures_are_convolved_in_bands() {
     });
 }
 
-/// The first layer of a network for films: windows without depth over pictures one behind the other, or with one
-/// of zeros in front.
+/// The first layer of a network for films: windows without depth over pictures one behind the other, or with
+/// one of zeros in front.
 #[test]
 fn films_are_no_pictures() {
     let film = Convolution {

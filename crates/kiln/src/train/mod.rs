@@ -177,18 +177,18 @@ type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> Opt
 /// same function of its input at every call. Its random operations (dropout) still draw new numbers at each
 /// call. Everything else that it does is noticed:
 ///
-/// - A closure that reads a tensor on the host, seeds the generator, returns a plain number, or keeps a tensor
-///   that it computed from call to call outside the model is recorded at every call, with a warning that names
-///   the reason and the line ([`History::obstacle`]). A clone of its input or of a parameter that it puts aside
-///   is that of the last recorded call.
+/// - A closure that reads a tensor on the host, seeds the generator, returns a plain number, or keeps a
+///   tensor that it computed from call to call outside the model is recorded at every call, with a warning
+///   that names the reason and the line ([`History::obstacle`]). A clone of its input or of a parameter that
+///   it puts aside is that of the last recorded call.
 /// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the
 ///   replay; the step is recorded once or twice and replayed again.
 /// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded
 ///   and replayed separately; the state is one.
-/// - Calls 4, 9, 21, 39, .. and one of each 1024 of a signature are recorded again and compared. For example, a
-///   number counted in a `Cell` is found there: a warning names it (an error under
-///   [`crate::CompileOptions::strict`]), and the step is recorded from then on. What the closure does at one of
-///   many calls alone may not be met for long; pass such a choice as a plain value of the input.
+/// - Calls 4, 9, 21, 39, .. and one of each 1024 of a signature are recorded again and compared. For example,
+///   a number counted in a `Cell` is found there: a warning names it (an error under
+///   [`crate::CompileOptions::strict`]), and the step is recorded from then on. What the closure does at one
+///   of many calls alone may not be met for long; pass such a choice as a plain value of the input.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {
     region: CompiledRegion,
     /// None once a step failed half way.
@@ -240,12 +240,13 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
 /// From here on one of so many calls of a signature is a proof.
 const PROOF_EVERY: u64 = 1024;
 
-/// Makes calls 9, 21 and 39 the next ones: the first few meet what a closure does at every second to fifth call.
+/// Makes calls 9, 21 and 39 the next ones: the first few meet what a closure does at every second to fifth
+/// call.
 const SALT: u64 = 2248;
 
-/// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan: call
-/// 4, one of 8 to 15, one of 16 to 31, .., and one of each 1024. Which of them is drawn, the same at each run: calls
-/// at even distances would never meet what a closure does at every other call.
+/// Whether call `number` of a signature is recorded, though it could be replayed, and compared with the plan:
+/// call 4, one of 8 to 15, one of 16 to 31, .., and one of each 1024. Which of them is drawn, the same at
+/// each run: calls at even distances would never meet what a closure does at every other call.
 const fn is_proof(number: u64) -> bool {
     if number < 8 {
         return number == 4;

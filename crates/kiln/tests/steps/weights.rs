@@ -15,8 +15,9 @@ use crate::models::*;
 /// then to the next number of 8 bits.
 const OF_ROUNDED: f64 = 5e-3;
 
-/// The share of elements that differ where nothing is rounded, from which on a step must have half of it at most:
-/// the few that a sum in another order moves are told from all those that are rounded elsewhere or not at all.
+/// The share of elements that differ where nothing is rounded, from which on a step must have half of it at
+/// most: the few that a sum in another order moves are told from all those that are rounded elsewhere or not
+/// at all.
 const SHOWS: f64 = 0.05;
 
 fn device() -> KilnDevice {

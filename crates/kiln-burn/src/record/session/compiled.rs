@@ -171,8 +171,8 @@ impl CompiledRegion {
         lock(&self.session).region.host_read.clone()
     }
 
-    /// Where the last call of [`CompiledRegion::run`] seeded the generator of random numbers, which a replay would
-    /// not do: a line, if one was found; none if it did not.
+    /// Where the last call of [`CompiledRegion::run`] seeded the generator of random numbers, which a replay
+    /// would not do: a line, if one was found; none if it did not.
     pub fn last_seed(&self) -> Option<Option<Location>> {
         lock(&self.session).region.seeded.clone()
     }

@@ -48,8 +48,8 @@ pub fn rehearse<R>(closure: impl FnOnce() -> R) -> Option<(R, Recorded)> {
     }
 }
 
-/// Makes the elements of a tensor of the host part of the rehearsal under way, if there is one: with others it is
-/// another recording.
+/// Makes the elements of a tensor of the host part of the rehearsal under way, if there is one: with others
+/// it is another recording.
 pub(super) fn note_data(data: &TensorData) {
     REHEARSAL.with_borrow_mut(|rehearsal| {
         if let Some(recording) = rehearsal.as_mut() {
