@@ -27,8 +27,10 @@ pub fn split<T: Target>(
     target: &T,
 ) -> Result<Split, CompileError> {
     // Transforms run before the cut: after it no pass sees the forward and the backward pass of one
-    // attention layer together.
-    let graph = transform::run(graph, options, target.policy(), &mut Stages::default())?.graph;
+    // attention layer together. They ask which pass a node belongs to. Indices are checked in the halves.
+    let mut graph = graph.clone();
+    kiln_partition::assign_phases_of_split(&mut graph, tangents, roles)?;
+    let graph = transform::run_before_checks(&graph, options, target.policy(), &mut Stages::default())?.graph;
     let choices = choices(options.keep, target.rates(), target.policy());
     Ok(match options.keep {
         Keep::Within(budget) => {

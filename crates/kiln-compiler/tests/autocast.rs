@@ -630,3 +630,139 @@ fn any_graph_stays_well_typed_and_a_second_pass_changes_nothing() {
         assert_eq!(once.canonical_text(), twice.canonical_text(), "seed {seed}");
     }
 }
+
+#[test]
+fn losses_see_probabilities_as_they_are() {
+    // A mixture of experts: probabilities weigh the experts, and a loss reads how far the first is from 1.
+    let graph = Graph::parse(
+        "graph @gate {
+      %x = parameter 0 : f32[4,2]
+      %experts = parameter 1 : f32[2,8]
+      %one = constant 1.0 : f32[]
+      %ones = broadcast %one {dims=[]} : f32[4,2]
+      %e = exp %x : f32[4,2] ; fwd
+      %s = reduce sum %e {axes=[1]} : f32[4] ; fwd
+      %t = broadcast %s {dims=[0]} : f32[4,2] ; fwd
+      %p = div %e, %t : f32[4,2] ; fwd
+      %y = dot_general %p, %experts {a_contract=[1], b_contract=[0]} : f32[4,8] ; fwd
+      %rest = sub %ones, %p : f32[4,2] ; fwd
+      %log = log %rest : f32[4,2] ; fwd
+      %loss = reduce sum %log {axes=[0,1]} : f32[] ; fwd
+      return %y, %loss
+    }",
+    )
+    .unwrap();
+    let x = HostTensor::from_floats(
+        DType::F32,
+        [4, 2],
+        (0..8).map(|k| if k % 2 == 0 { 8.0 } else { 0.0 }),
+    );
+    let experts = HostTensor::from_floats(DType::F32, [2, 8], (0..16).map(f64::from));
+    for (dtype, _) in TYPES {
+        let (cast, report) = autocast(&graph, dtype, &POLICY).unwrap();
+        verify(&cast).unwrap();
+        assert!(
+            report
+                .unwrap()
+                .stored
+                .iter()
+                .any(|stored| stored.reason == Reason::Operand)
+        );
+        let arguments = [x.clone(), experts.clone()];
+        let results = interpret(&cast, &arguments, &[]).unwrap();
+        let exact = interpret_f64(&graph, &arguments, &[]).unwrap();
+        let [loss, expected] = [&results, &exact].map(|results| results[1].to_f64s()[0]);
+        assert!(
+            (loss - expected).abs() < 1e-2,
+            "{dtype}: {loss} is not {expected}"
+        );
+    }
+}
+
+#[test]
+fn losses_join_branches_as_they_are() {
+    // A teacher of one product, a student of two: the loss is the mean square of a small difference.
+    let graph = Graph::parse(
+        "graph @distilled {
+      %x = parameter 0 : f32[4,8]
+      %w = parameter 1 : f32[8,8]
+      %b = parameter 2 : f32[4,8]
+      %t = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[4,8] ; fwd
+      %teacher = add %t, %b : f32[4,8] ; fwd
+      %h = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[4,8] ; fwd
+      %r = tanh %h : f32[4,8] ; fwd
+      %s = dot_general %r, %w {a_contract=[1], b_contract=[0]} : f32[4,8] ; fwd
+      %student = add %s, %b : f32[4,8] ; fwd
+      %d = sub %teacher, %student : f32[4,8] ; fwd
+      %q = mul %d, %d : f32[4,8] ; fwd
+      %loss = reduce sum %q {axes=[0,1]} : f32[] ; fwd
+      return %loss
+    }",
+    )
+    .unwrap();
+    let again = |graph: &Graph| {
+        let (_, report) = autocast(graph, DType::BF16, &POLICY).unwrap();
+        let stored = report.unwrap().stored;
+        stored
+            .iter()
+            .filter(|stored| stored.reason == Reason::ReadAgain)
+            .count()
+    };
+    assert_eq!(again(&graph), 0);
+    // A stream of residuals is what a product follows.
+    let text = graph.to_string();
+    let end = text.find("  return").unwrap();
+    let d = graph
+        .nodes()
+        .find(|(_, data)| matches!(data.op, Op::Binary(BinaryOp::Sub)))
+        .unwrap()
+        .1
+        .outputs[0];
+    let w = graph.parameters()[1];
+    let stream = format!(
+        "{}  %99 = dot_general {d}, {w} {{a_contract=[1], b_contract=[0]}} : f32[4,8] ; fwd\n  return %99\n}}",
+        &text[..end]
+    );
+    assert_eq!(again(&Graph::parse(&stream).unwrap()), 1);
+}
+
+#[test]
+fn experts_are_weighed_by_probabilities_as_they_are() {
+    // The router's probabilities meet the expert's result behind its product, and a loss.
+    let graph = Graph::parse(
+        "graph @router {
+      %x = parameter 0 : f32[4,2]
+      %r = parameter 1 : f32[2,2]
+      %w = parameter 2 : f32[2,2]
+      %one = constant 1.0 : f32[]
+      %ones = broadcast %one {dims=[]} : f32[4,2]
+      %z = dot_general %x, %r {a_contract=[1], b_contract=[0]} : f32[4,2] ; fwd
+      %e = exp %z : f32[4,2] ; fwd
+      %s = reduce sum %e {axes=[1]} : f32[4] ; fwd
+      %t = broadcast %s {dims=[0]} : f32[4,2] ; fwd
+      %p = div %e, %t : f32[4,2] ; fwd
+      %h = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[4,2] ; fwd
+      %a = tanh %h : f32[4,2] ; fwd
+      %i = dot_general %a, %w {a_contract=[1], b_contract=[0]} : f32[4,2] ; fwd
+      %mixed = mul %p, %i : f32[4,2] ; fwd
+      %y = dot_general %mixed, %w {a_contract=[1], b_contract=[0]} : f32[4,2] ; fwd
+      %rest = sub %ones, %p : f32[4,2] ; fwd
+      %log = log %rest : f32[4,2] ; fwd
+      %loss = reduce sum %log {axes=[0,1]} : f32[] ; fwd
+      return %y, %loss
+    }",
+    )
+    .unwrap();
+    let x = HostTensor::from_floats(DType::F32, [4, 2], [2.0, 0.0, 2.0, 0.0, 2.0, 0.0, 2.0, 0.0]);
+    let router = HostTensor::from_floats(DType::F32, [2, 2], [4.0, 0.0, 0.0, 0.0]);
+    let expert = HostTensor::from_floats(DType::F32, [2, 2], [0.5, 0.25, 0.25, 0.5]);
+    let (cast, _) = autocast(&graph, DType::BF16, &POLICY).unwrap();
+    verify(&cast).unwrap();
+    let arguments = [x, router, expert];
+    let [loss, expected] = [
+        interpret(&cast, &arguments, &[]).unwrap(),
+        interpret_f64(&graph, &arguments, &[]).unwrap(),
+    ]
+    .map(|results| results[1].to_f64s()[0]);
+    assert!((loss - expected).abs() < 1e-2, "{loss} is not {expected}");
+}

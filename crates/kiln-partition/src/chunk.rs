@@ -188,7 +188,10 @@ impl Region {
                     continue;
                 }
                 let wide = bytes(graph, value) * SHARE >= bytes(graph, self.root);
-                if wide && self.axis_of(value).is_none() && is_repeatable(graph, graph.node(maker), axis) {
+                if wide
+                    && self.axis_of(value).is_none()
+                    && is_repeatable(graph, graph.node(maker), axis, self.count)
+                {
                     self.axis[value] = Some(axis);
                     self.nodes.insert(maker);
                     self.repeated.insert(maker);
@@ -202,7 +205,7 @@ impl Region {
     /// Which dimension of each operand of a node of the region is cut.
     fn operands(&self, graph: &Graph, data: &NodeData) -> Option<Axes> {
         let known: Axes = data.inputs.iter().map(|&value| self.axis_of(value)).collect();
-        operands_of(graph, data, &known, self.axis_of(data.outputs[0]))
+        operands_of(graph, data, &known, self.axis_of(data.outputs[0]), self.count)
     }
 
     /// Whether a node outside lies between two nodes of the region, so that the region cannot run as a
@@ -330,6 +333,34 @@ mod tests {
         assert_eq!(chunks(LOSS, "%loss, %dx, %dw"), 4);
         // The extent that is cut is 4, however many rows follow it.
         assert_eq!(chunks(LOSS, "%loss, %sum"), 4);
+    }
+
+    #[test]
+    fn labels_whose_first_dimension_is_not_divided_are_read_whole() {
+        // The rows of the product are cut into more parts than there are sequences.
+        let text = "graph @soft {
+  %x = parameter 0 : f32[256,3]
+  %w = parameter 1 : f32[3,32]
+  %labels = parameter 2 : f32[2,128,32]
+  %z = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[256,32]
+  %flat = reshape %labels : f32[256,32]
+  %p = mul %z, %flat : f32[256,32]
+  %loss = reduce sum %p {axes=[0,1]} : f32[]
+  return %loss
+}";
+        let graph = Graph::parse(text).unwrap();
+        let region = Region::find(&graph).unwrap();
+        assert_eq!(region.count, 4);
+        let cut = region.cut(&graph).unwrap().graph;
+        let (tensors, scalars) = arguments(&graph, 3);
+        let [expected, found] = [&graph, &cut].map(|graph| {
+            let results = interpret_f64(graph, &tensors, &scalars).unwrap();
+            results[0].to_f64s()[0]
+        });
+        assert!(
+            (expected - found).abs() < 1e-9 * expected.abs(),
+            "{expected} {found}"
+        );
     }
 
     #[test]

@@ -76,7 +76,7 @@ pub use liveness::{Liveness, Planner};
 pub use phase::{OutputRole, assign_phases, find_phases, find_seeds};
 pub use recompute::Recompute;
 pub use report::{Chunks, Origin, RecomputedOperations, Report, SavedTensor};
-pub use split::{SavedSource, Split, split, split_within};
+pub use split::{SavedSource, Split, assign_phases_of_split, split, split_within};
 
 use cut::Steering;
 use joint::{Closure, Joint, Side};

@@ -38,8 +38,9 @@
 //! backward and optimizer as above.
 //!
 //! A wrong guess never makes a wrong program: the partitioner duplicates pure operations and orders nodes,
-//! nothing else. It can only make a worse plan or a misleading report. A node whose provenance already has a
-//! phase keeps it.
+//! nothing else. It can only make a worse plan or a misleading report. (Autocast asks for phases, too: what
+//! is taken for a gradient may multiply by a rounded factor.) A node whose provenance already has a phase
+//! keeps it.
 
 use cranelift_entity::{EntityRef, SecondaryMap};
 use kiln_graph::op::Op;

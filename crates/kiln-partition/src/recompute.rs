@@ -12,7 +12,8 @@
 //! | `extern` | `Never` | what it does is not known here; it may not be a function of its operands |
 //!
 //! Everything else is a pure function of its operands, and an executor runs equal nodes on equal operands in
-//! the same way, so a value computed twice has the same bits twice.
+//! the same way, so a value computed twice has the same bits twice. Of 16 bits it may have more in a
+//! register: what decides by it has it rounded (`kiln_compiler::schedule::bits`).
 
 use kiln_graph::Op;
 

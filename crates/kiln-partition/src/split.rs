@@ -189,6 +189,18 @@ impl Cut {
     }
 }
 
+/// Assigns the phases that [`split`] is going to find, for passes that come before it.
+///
+/// # Errors
+/// If an output with the role `Forward` or `State` depends on a tangent.
+pub fn assign_phases_of_split(
+    graph: &mut Graph,
+    tangents: &[u32],
+    roles: &[OutputRole],
+) -> Result<(), PartitionError> {
+    assign(graph, tangents, roles).map(drop)
+}
+
 /// Assigns the phases: nodes that the forward outputs need are forward, all others backward. Returns, for
 /// each output, whether it is a gradient.
 fn assign(graph: &mut Graph, tangents: &[u32], roles: &[OutputRole]) -> Result<Vec<bool>, PartitionError> {

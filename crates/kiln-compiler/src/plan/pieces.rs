@@ -14,7 +14,8 @@
 //!    and the
 //!    sorted values must be those of some digits, each value once.
 //!
-//! A position that neither step turns into digits is none of this module's: the verifier refuses its plan.
+//! A store to the whole of a buffer may also be looked at point by point, whatever its position is. Any other
+//! position that neither step turns into digits is none of this module's: the verifier refuses its plan.
 
 use num_integer::gcd;
 
@@ -22,6 +23,9 @@ use crate::index::{Atom, Index, Var, bit};
 
 /// Most points at which the terms of a position are evaluated. Verification takes 50 ms at most for a store.
 const POINTS: i64 = 1 << 20;
+
+/// Most points that are marked one by one where no digits are found: some seconds for a store.
+const MARKS: i64 = 1 << 27;
 
 /// Variables of an index have numbers below this: sets of variables are words.
 const VARS: Var = 64;
@@ -91,6 +95,38 @@ impl Piece {
 /// Elements that a store to `position` in the whole of a buffer writes, each once; none if it writes one
 /// twice or leaves a gap.
 pub(super) fn whole(position: &Index) -> Option<i64> {
+    whole_by_digits(position).or_else(|| whole_by_marks(position))
+}
+
+/// [`whole`], from the position at every point: for shapes whose extents have no divisor in common, as those
+/// of images of odd sizes that were reshaped.
+fn whole_by_marks(position: &Index) -> Option<i64> {
+    if position.has_data() {
+        return None;
+    }
+    let (extents, points) = points_of(position, MARKS)?;
+    let mut marks = vec![0u64; points as usize / 64 + 1];
+    let mut at = [0; VARS as usize];
+    for _ in 0..points {
+        let place = usize::try_from(position.evaluate(&at)?).ok()?;
+        let mark = 1 << (place % 64);
+        if place as i64 >= points || marks[place / 64] & mark != 0 {
+            return None;
+        }
+        marks[place / 64] |= mark;
+        // The next point.
+        for &(var, extent) in &extents {
+            at[var as usize] += 1;
+            if at[var as usize] < extent {
+                break;
+            }
+            at[var as usize] = 0;
+        }
+    }
+    Some(points)
+}
+
+fn whole_by_digits(position: &Index) -> Option<i64> {
     let Digits { first, digits } = Digits::of(position)?;
     let mut reach = 1;
     for (factor, extent) in digits {
@@ -198,12 +234,7 @@ fn groups(position: &Index) -> Vec<Index> {
 /// The values of `group`: the smallest, and digits. None if a value occurs twice, if the values are no
 /// digits, or if there are more points than [`POINTS`].
 fn enumerated(group: &Index) -> Option<(i64, Vec<(i64, i64)>)> {
-    let mut extents: Vec<(Var, i64)> = Vec::new();
-    variables(group, &mut extents);
-    let points = extents
-        .iter()
-        .try_fold(1i64, |points, (_, extent)| points.checked_mul(*extent))
-        .filter(|points| (1..=POINTS).contains(points))?;
+    let (extents, points) = points_of(group, POINTS)?;
     let mut at = [0; VARS as usize];
     let mut values = Vec::with_capacity(points as usize);
     for point in 0..points {
@@ -242,6 +273,18 @@ fn digits_of(values: &[i64]) -> Option<Vec<(i64, i64)>> {
         values = values.iter().copied().step_by(run).collect();
     }
     Some(digits)
+}
+
+/// The variables of `index` with their extents, and how many points they have together; none if there are
+/// more than `most`, or no point.
+fn points_of(index: &Index, most: i64) -> Option<(Vec<(Var, i64)>, i64)> {
+    let mut extents = Vec::new();
+    variables(index, &mut extents);
+    let points = extents
+        .iter()
+        .try_fold(1i64, |points, (_, extent)| points.checked_mul(*extent))
+        .filter(|points| (1..=most).contains(points))?;
+    Some((extents, points))
 }
 
 /// Adds the variables of `index` to `found`, with their extents.
@@ -292,6 +335,19 @@ mod tests {
             *counts.get_mut(position.evaluate(&at)? as usize)? += 1;
         }
         Some(counts)
+    }
+
+    #[test]
+    fn odd_images_that_were_reshaped_are_marked_point_by_point() {
+        // Rows and columns of coprime extents, numbered the other way round.
+        let (rows, columns) = (1031, 1021);
+        let number = var(0, rows).scale(columns).add(&var(1, columns));
+        let position = permuted(&number, &[columns as usize, rows as usize], &[1, 0]);
+        assert_eq!(whole_by_digits(&position), None);
+        assert_eq!(whole(&position), Some(rows * columns));
+        // One that is written twice.
+        let twice = permuted(&number, &[columns as usize, rows as usize - 1], &[1, 0]);
+        assert_eq!(whole(&twice), None);
     }
 
     #[test]

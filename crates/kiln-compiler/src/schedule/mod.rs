@@ -7,6 +7,7 @@
 
 pub mod access;
 pub mod attention;
+pub mod bits;
 pub mod buffer;
 pub mod class;
 pub mod epilogue;

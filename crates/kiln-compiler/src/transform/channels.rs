@@ -23,7 +23,9 @@
 //!
 //! A factor that is infinite or zero then multiplies the whole sum and not its elements: `sum(x) * inf` may
 //! be infinite where an element `0 * inf` would have made the sum NaN. Likewise a sum of elements near the
-//! end of the range of f32 overflows before a small factor makes it less.
+//! end of the range of f32 overflows before a small factor makes it less. The second form is for an `x` whose
+//! sum is needed in any case: it loses digits where `m` is much larger than the difference. The third is NaN
+//! where an element is infinite.
 //!
 //! The last form needs the mean only after the pass that also sums it. `s` is the mean of `SAMPLES` elements
 //! of the channel, spread over images and places. Cancellation loses `1 + (t / deviation)^2` times the
@@ -344,7 +346,8 @@ impl Channels<'_> {
         }
         let sum = match *key.as_slice() {
             [x] => match self.difference(x, p)? {
-                Some((x, mean)) => {
+                // Where `sum(x)` is not known, the program may have subtracted to keep it small.
+                Some((x, mean)) if self.sums.contains_key([x].as_slice()) => {
                     let sum = self.product_sum(&[x], image, p)?;
                     let graph = &mut self.rewriter.graph;
                     let count = graph.full(count, &ty, p)?;
@@ -354,7 +357,7 @@ impl Channels<'_> {
                 None if self.policy.epilogue_sums.is_some() && self.convolution(x).is_some() => {
                     self.sum_around(x, count, p)?
                 }
-                None => self.plain_sum(x, p)?,
+                _ => self.plain_sum(x, p)?,
             },
             [x, y] if x == y => match self.difference(x, p)? {
                 Some((x, mean)) => self.square_sum(x, mean, count, p)?,

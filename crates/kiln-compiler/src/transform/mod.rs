@@ -27,27 +27,42 @@ use autocast::AutocastReport;
 /// Graphs after each pass, by name, as text.
 pub type Dumps = Vec<(String, String)>;
 
-type Pass = (
-    &'static str,
-    fn(&Graph, &Policy, Option<DType>) -> Result<Graph, TypeError>,
-);
+/// What passes may ask for.
+struct Context<'a> {
+    policy: &'a Policy,
+    /// The type that autocast is going to use.
+    autocast: Option<DType>,
+    /// Whether indices have their checks.
+    has_checks: bool,
+}
 
-/// The passes, in the order in which they run. Each may ask which type autocast is going to use.
+type Pass = (&'static str, fn(&Graph, &Context<'_>) -> Result<Graph, TypeError>);
+
+/// The passes, in the order in which they run.
 const PASSES: &[Pass] = &[
-    ("simplify", |graph, _, _| simplify::simplify(graph)),
-    ("channels", channels::channels),
-    ("attention", |graph, _, _| attention::attention(graph)),
-    ("slices", |graph, _, _| slices::slices(graph)),
-    ("pools", |graph, _, _| pools::pools(graph)),
-    ("indices", |graph, _, _| indices::indices(graph)),
-    ("patches", |graph, _, _| patches::patches(graph)),
+    ("simplify", simplified),
+    ("channels", |graph, context| {
+        channels::channels(graph, context.policy, context.autocast)
+    }),
+    ("attention", |graph, _| attention::attention(graph)),
+    ("slices", |graph, _| slices::slices(graph)),
+    ("pools", |graph, _| pools::pools(graph)),
+    ("indices", |graph, _| indices::indices(graph)),
+    ("patches", |graph, _| patches::patches(graph)),
     // Several values may be one by now, and rewrites leave transposes behind.
-    ("simplify again", |graph, _, _| simplify::simplify(graph)),
+    ("simplify again", simplified),
     // Last: common subexpressions would undo it.
-    ("log_softmax", |graph, policy, _| {
-        log_softmax::log_softmax(graph, policy.cached_elements)
+    ("log_softmax", |graph, context| {
+        log_softmax::log_softmax(graph, context.policy.cached_elements)
     }),
 ];
+
+fn simplified(graph: &Graph, context: &Context<'_>) -> Result<Graph, TypeError> {
+    match context.has_checks {
+        true => simplify::simplify(graph),
+        false => simplify::simplify_before_checks(graph),
+    }
+}
 
 /// The result of the passes.
 #[derive(Clone, Debug)]
@@ -73,6 +88,34 @@ pub fn run(
     policy: &Policy,
     stages: &mut Stages,
 ) -> Result<Transformed, CompileError> {
+    run_in(graph, options, policy, stages, true)
+}
+
+/// [`run`] for a graph whose parts get their index checks later: no pass takes an index away.
+///
+/// # Errors
+/// Those of [`run`].
+pub fn run_before_checks(
+    graph: &Graph,
+    options: &Options,
+    policy: &Policy,
+    stages: &mut Stages,
+) -> Result<Transformed, CompileError> {
+    run_in(graph, options, policy, stages, false)
+}
+
+fn run_in(
+    graph: &Graph,
+    options: &Options,
+    policy: &Policy,
+    stages: &mut Stages,
+    has_checks: bool,
+) -> Result<Transformed, CompileError> {
+    let context = Context {
+        policy,
+        autocast: options.autocast,
+        has_checks,
+    };
     let mut dumps = Dumps::new();
     let dump = options.wants_dumps();
     let mut graph = graph.without_dead_code();
@@ -88,7 +131,7 @@ pub fn run(
     }
     for &(name, pass) in PASSES {
         graph = stages
-            .time(name, || pass(&graph, policy, options.autocast))
+            .time(name, || pass(&graph, &context))
             .map_err(CompileError::pass(name))?;
         if cfg!(debug_assertions) {
             kiln_graph::verify::verify(&graph)?;

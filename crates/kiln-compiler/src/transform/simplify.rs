@@ -13,7 +13,7 @@
 //!   one reduction over all of them.
 //! - **One-hot scatters.** A scatter of one update for each line (the gradient of picking the target's
 //!   logit) becomes a selection that compares the coordinate with the index. A selection is pointwise, and
-//!   so it can be part of the loop nest around it.
+//!   so it can be part of the loop nest around it. It has no index that could be checked, so checks come first.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -26,7 +26,20 @@ use kiln_graph::{DType, Graph, Node, NodeData, Provenance, Rewriter, Scalar, Typ
 /// # Errors
 /// Only if a rule makes an ill-typed node, which would be a bug.
 pub fn simplify(graph: &Graph) -> Result<Graph, TypeError> {
+    simplified(graph, true)
+}
+
+/// [`simplify`], but scatters stay scatters, for a graph whose indices are checked later.
+///
+/// # Errors
+/// Those of [`simplify`].
+pub fn simplify_before_checks(graph: &Graph) -> Result<Graph, TypeError> {
+    simplified(graph, false)
+}
+
+fn simplified(graph: &Graph, has_checks: bool) -> Result<Graph, TypeError> {
     let mut pass = Simplify {
+        has_checks,
         rewriter: Rewriter::new(graph),
         known: FxHashMap::default(),
     };
@@ -40,6 +53,8 @@ pub fn simplify(graph: &Graph) -> Result<Graph, TypeError> {
 type Key = (Op, SmallVec<[Value; 3]>, bool);
 
 struct Simplify<'a> {
+    /// Whether indices have their checks ([`crate::checks`]), so that operations may lose them.
+    has_checks: bool,
     rewriter: Rewriter<'a>,
     known: FxHashMap<Key, SmallVec<[Value; 1]>>,
 }
@@ -182,7 +197,7 @@ impl Simplify<'_> {
             }
             Op::Concat { .. } if inputs.len() == 1 => Ok(Some(inputs[0])),
             Op::Reduce { op, axes } => self.reduce(*op, axes, inputs[0], p),
-            Op::Scatter { axis, mode } => self.one_hot(*axis, *mode, inputs, p),
+            Op::Scatter { axis, mode } if self.has_checks => self.one_hot(*axis, *mode, inputs, p),
             _ => Ok(None),
         }
     }

@@ -66,7 +66,7 @@ pub(super) fn follow(
         _ => return None,
     };
     // Every known cut must be the one that this result asks for.
-    let cut = operands_of(graph, node, known, result.axis())?;
+    let cut = operands_of(graph, node, known, result.axis(), count)?;
     let fits = known
         .iter()
         .zip(&cut)
@@ -75,12 +75,14 @@ pub(super) fn follow(
 }
 
 /// Which dimension of each operand is cut where the result is cut along `result` (none: the result is a sum
-/// over rows). For contractions, `known` says which operand's rows they are.
+/// over rows). For contractions, `known` says which operand's rows they are. The dimensions of a shape that
+/// changes are cut into `count` parts.
 pub(super) fn operands_of(
     graph: &Graph,
     node: &NodeData,
     known: &[Option<usize>],
     result: Option<usize>,
+    count: usize,
 ) -> Option<Axes> {
     let shape = |operand: usize| graph.shape(node.inputs[operand]);
     let all = |axis: usize| SmallVec::from_elem(Some(axis), node.inputs.len());
@@ -93,10 +95,7 @@ pub(super) fn operands_of(
             let from = from.filter(|&from| shape(0)[from] == to[axis]);
             SmallVec::from_slice(&[from])
         }
-        (Op::Reshape(to), Some(axis)) => {
-            let before: usize = to[..axis].iter().product();
-            SmallVec::from_slice(&[Some(dimension_after(shape(0), before)?)])
-        }
+        (Op::Reshape(to), Some(axis)) => SmallVec::from_slice(&[Some(same_rows(to, axis, shape(0), count)?)]),
         (Op::Transpose(perm), Some(axis)) => SmallVec::from_slice(&[Some(perm[axis])]),
         (Op::Reduce { axes, .. }, Some(axis)) => {
             let mut left = (0..shape(0).rank()).filter(|dim| !axes.contains(dim));
@@ -130,13 +129,13 @@ pub(super) fn operands_of(
 
 /// Whether `node` computes a chunk of its result along `axis` from chunks of its operands with negligible
 /// arithmetic.
-pub(super) fn is_repeatable(graph: &Graph, node: &NodeData, axis: usize) -> bool {
+pub(super) fn is_repeatable(graph: &Graph, node: &NodeData, axis: usize, count: usize) -> bool {
     let simple = node.op.is_pointwise()
         || matches!(
             node.op,
             Op::Broadcast { .. } | Op::Iota { .. } | Op::Reshape(_) | Op::Transpose(_)
         );
-    simple && operands_of(graph, node, &[], Some(axis)).is_some()
+    simple && operands_of(graph, node, &[], Some(axis), count).is_some()
 }
 
 fn product(graph: &Graph, node: &NodeData, dims: &DotDims, position: usize, axis: usize) -> Option<Result> {

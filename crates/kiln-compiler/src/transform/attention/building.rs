@@ -252,10 +252,10 @@ impl Build<'_> {
 
 /// Keys and values before their heads were repeated for the queries.
 fn shared_heads(graph: &Graph, one: &Match) -> Option<Shared> {
-    Some(Shared {
-        key: before_repeat(graph, &one.key)?,
-        value: before_repeat(graph, &one.value)?,
-    })
+    let [key, value] = [&one.key, &one.value].map(|view| before_repeat(graph, view));
+    let (key, value) = (key?, value?);
+    // The operation has one number of heads for both.
+    (graph.shape(key)[1] == graph.shape(value)[1]).then_some(Shared { key, value })
 }
 
 /// `x` if `view` is `[b, g, s, d] -> [b, g, r, s, d] -> [b, g r, s, d]` of it, each head repeated in place.

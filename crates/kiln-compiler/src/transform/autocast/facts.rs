@@ -1,7 +1,7 @@
 //! What autocast knows of each node and value before it changes anything.
 
 use cranelift_entity::SecondaryMap;
-use kiln_graph::op::Op;
+use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
 
 use super::factors::factors;
@@ -22,6 +22,8 @@ pub(super) struct Facts<'a> {
     /// Values that a contraction of 16 bits made, and the results of moving, pooling and pointwise
     /// operations on them.
     from_products: SecondaryMap<Value, bool>,
+    /// Nodes that contract 16 bits, or that lead to one that does in the same pass.
+    leads: SecondaryMap<Node, bool>,
     /// The number of kernels that run before a node, on the longest way to it.
     before: SecondaryMap<Node, u32>,
     after: SecondaryMap<Node, u32>,
@@ -44,6 +46,7 @@ impl<'a> Facts<'a> {
             narrowed: SecondaryMap::new(),
             only_updates: SecondaryMap::new(),
             from_products: SecondaryMap::new(),
+            leads: SecondaryMap::new(),
             before: SecondaryMap::new(),
             after: SecondaryMap::new(),
             sums: SecondaryMap::new(),
@@ -55,7 +58,8 @@ impl<'a> Facts<'a> {
             facts.count_kernels(node, data);
             facts.count_sums(data);
         }
-        for (_, data) in graph.nodes().rev() {
+        for (node, data) in graph.nodes().rev() {
+            facts.follow_to_products(node, data);
             for &value in &data.outputs {
                 facts.only_updates[value] = facts.users.of(value).iter().all(|&user| {
                     let data = graph.node(user);
@@ -130,10 +134,14 @@ impl<'a> Facts<'a> {
         let after_forward = data.provenance.phase.is_after_forward();
         let far = readers.list.iter().any(|&(user, _)| {
             let phase = self.graph.node(user).provenance.phase;
-            phase.is_after_forward() == after_forward && self.before[user] > self.after[node]
+            let same_pass = phase.is_after_forward() == after_forward;
+            // What no product follows in the forward pass is a loss: where it joins branches, it reads them
+            // as they are.
+            let is_loss = !after_forward && !self.leads[user];
+            same_pass && !is_loss && self.before[user] > self.after[node]
         });
         match self.from_products[value] {
-            true if far => Some(Reason::ReadAgain),
+            true if far && !self.is_exponential(data) => Some(Reason::ReadAgain),
             true if after_forward && !self.is_choice(data) && self.meets_its_sum(&readers) => {
                 Some(Reason::Summed)
             }
@@ -142,11 +150,41 @@ impl<'a> Facts<'a> {
         }
     }
 
+    /// Whether nests read `value`, which is rounded for `reason`, exactly: a factor in the forward pass, and
+    /// an exponential everywhere.
+    pub(super) fn is_read_exactly(&self, value: Value, reason: Reason) -> bool {
+        match reason {
+            Reason::Factor => true,
+            Reason::Operand => self.is_exponential(self.graph.def(value)),
+            _ => false,
+        }
+    }
+
     /// Whether `reader` has `value` rounded, which other readers have exactly: a factor behind the forward
     /// pass.
     pub(super) fn reads_factor(&self, reader: &NodeData, value: Value) -> bool {
         let behind = reader.provenance.phase.is_after_forward() && takes_part(reader);
         behind && self.factors[value] && self.rounded(value) == Some(Reason::Factor)
+    }
+
+    /// Whether `data` is of the forward pass and computes an exponential, a logarithm, or an exponential
+    /// times or over another number, as probabilities are: one bit of these may be all that a logarithm, or a
+    /// difference from 1, is made of.
+    fn is_exponential(&self, data: &NodeData) -> bool {
+        let exponentiates = |op: &Op| {
+            use UnaryOp::{Exp, Expm1, Log, Log1p};
+            matches!(op, Op::Unary(Exp | Expm1 | Log | Log1p))
+        };
+        if data.provenance.phase.is_after_forward() {
+            return false;
+        }
+        match &data.op {
+            Op::Binary(BinaryOp::Mul | BinaryOp::Div) => data
+                .inputs
+                .iter()
+                .any(|&value| exponentiates(&self.graph.def(value).op)),
+            op => exponentiates(op),
+        }
     }
 
     /// Whether `data` chooses between constants and what contractions stored: that has 16 bits, and reading
@@ -242,6 +280,17 @@ impl<'a> Facts<'a> {
         }
         let from_products = data.inputs.iter().any(|&value| self.from_products[value]);
         self.from_products[data.outputs[0]] = from_products;
+    }
+
+    fn follow_to_products(&mut self, node: Node, data: &NodeData) {
+        let is_after_forward = data.provenance.phase.is_after_forward();
+        self.leads[node] = self.narrowed[node]
+            || data.outputs.iter().any(|&value| {
+                self.users.of(value).iter().any(|&user| {
+                    let phase = self.graph.node(user).provenance.phase;
+                    self.leads[user] && phase.is_after_forward() == is_after_forward
+                })
+            });
     }
 
     fn count_sums(&mut self, data: &NodeData) {

@@ -186,8 +186,7 @@ impl<'a> Rewrite<'a> {
                 let cast = Op::Cast(self.narrow_type);
                 let narrow = self.new.graph.add(cast, &[new], &data.provenance)?;
                 self.narrow[old] = narrow.into();
-                // Readers of the forward pass have a factor exactly.
-                self.settled[old] = reason != Reason::Factor;
+                self.settled[old] = !self.facts.is_read_exactly(old, reason);
                 let ty = self.new.graph.ty(narrow);
                 self.stored.push(StoredReport::new(ty, reason, data));
             } else if data.provenance.full_precision && self.old.dtype(old) == DType::F32 {
