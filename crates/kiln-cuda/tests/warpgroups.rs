@@ -101,6 +101,41 @@ fn sums_of_columns_follow_the_product_that_makes_them() {
     }
 }
 
+/// One group multiplies where threads that finish have turns ahead and the product is not deep; elsewhere two
+/// do.
+#[test]
+fn short_products_leave_warps_to_finish() {
+    let groups = |graph: &Graph| {
+        let code = code(graph, Warpgroups::WherePays);
+        let says = |groups: u64| {
+            let text = format!("GROUPS = {groups},");
+            let mut functions = code.functions.iter();
+            functions.any(|function| function.text.helpers.contains(&text))
+        };
+        [1, 2].map(says)
+    };
+    for dtype in ["bf16", "f16"] {
+        for behind::Summed { graph, .. } in behind::sums::of_one_group(dtype) {
+            assert_eq!(groups(&graph), [true, false], "{}", graph.name);
+        }
+        // A deep product, one that a single tensor meets, and narrow columns.
+        let others = [
+            "residuals_264",
+            "bias_gradient",
+            "statistics_64_256",
+            "gradient_104_32_1",
+        ];
+        let named = |name: &str| {
+            behind::sums(dtype)
+                .into_iter()
+                .find(|summed| summed.graph.name == name)
+        };
+        for name in others {
+            assert_eq!(groups(&named(name).unwrap().graph), [false, true], "{name}");
+        }
+    }
+}
+
 #[test]
 fn where_the_template_is_not_sums_are_of_what_is_stored() {
     // One of each kind.

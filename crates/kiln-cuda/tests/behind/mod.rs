@@ -2,7 +2,7 @@
 
 use kiln_graph::Graph;
 
-mod sums;
+pub mod sums;
 
 pub use sums::{Summed, sums};
 

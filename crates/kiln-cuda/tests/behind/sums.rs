@@ -209,13 +209,19 @@ fn parse(text: &str) -> Graph {
     Graph::parse(text).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Sums behind a product that three tensors of f32 meet: more than shared memory has room for ahead of their
-/// use.
-fn residuals(dtype: &str) -> Summed {
+/// The same behind products of any depth: those of great depth reach 128, from where on numbers of bf16 are 1
+/// apart.
+fn rounding(depth: usize) -> f64 {
+    if depth > 128 { 2.0 * ROUNDING } else { ROUNDING }
+}
+
+/// Sums behind a product that three tensors of f32 meet: where the product is deep, more than shared memory
+/// has room for ahead of their use, two rows at a time.
+fn residuals(dtype: &str, depth: usize) -> Summed {
     let text = format!(
-        "graph @residuals {{
-  %x = parameter 0 : {dtype}[1304,72]
-  %w = parameter 1 : {dtype}[72,1288]
+        "graph @residuals_{depth} {{
+  %x = parameter 0 : {dtype}[1304,{depth}]
+  %w = parameter 1 : {dtype}[{depth},1288]
   %a = parameter 2 : f32[1304,1288]
   %b = parameter 3 : f32[1304,1288]
   %c = parameter 4 : f32[1304,1288]
@@ -231,8 +237,62 @@ fn residuals(dtype: &str) -> Summed {
     );
     Summed {
         graph: parse(&text),
-        tolerances: vec![ROUNDING, SUM],
+        tolerances: vec![rounding(depth), SUM],
     }
+}
+
+/// A product that two tensors of its shape meet, with a sum of each column. `turned` says of the operands
+/// whether neighbours in memory are along the rows (or columns) of the product, not along its depth.
+fn layer(dtype: &str, [rows, depth, out]: [usize; 3], turned: [bool; 2]) -> Summed {
+    let (left, along_left) = match turned[0] {
+        true => ([depth, rows], 0),
+        false => ([rows, depth], 1),
+    };
+    let (right, along_right) = match turned[1] {
+        true => ([depth, out], 0),
+        false => ([out, depth], 1),
+    };
+    let [left, right] = [list(&left), list(&right)];
+    let text = format!(
+        "graph @layer_{rows}_{depth}_{out} {{
+  %x = parameter 0 : {dtype}[{left}]
+  %w = parameter 1 : {dtype}[{right}]
+  %a = parameter 2 : {dtype}[{rows},{out}]
+  %b = parameter 3 : {dtype}[{rows},{out}]
+  %m = parameter 4 : f32[{out}]
+  %y = dot_general %x, %w {{a_contract=[{along_left}], b_contract=[{along_right}]}} : {dtype}[{rows},{out}]
+  %f = cast %y : f32[{rows},{out}]
+  %af = cast %a : f32[{rows},{out}]
+  %bf = cast %b : f32[{rows},{out}]
+  %ms = broadcast %m {{dims=[1]}} : f32[{rows},{out}]
+  %c = sub %bf, %ms : f32[{rows},{out}]
+  %before = add %af, %c : f32[{rows},{out}]
+  %d = add %f, %before : f32[{rows},{out}]
+  %kept = cast %d : {dtype}[{rows},{out}]
+  %g = cast %kept : f32[{rows},{out}]
+  %sum = reduce sum %g {{axes=[0]}} : f32[{out}]
+  return %kept, %sum
+}}"
+    );
+    Summed {
+        graph: parse(&text),
+        tolerances: vec![rounding(depth), SUM],
+    }
+}
+
+/// Steps whose product one group multiplies, by a right operand that stays in shared memory: of one step of
+/// the depth to four, of several tiles in a block, the last of which has few rows, and of columns that no
+/// tile divides.
+pub fn of_one_group(dtype: &str) -> Vec<Summed> {
+    vec![
+        residuals(dtype, 72),
+        layer(dtype, [12_675, 64, 256], [false, true]),
+        layer(dtype, [8_483, 128, 264], [false, false]),
+        layer(dtype, [12_100, 256, 136], [false, true]),
+        layer(dtype, [6_408, 200, 256], [true, false]),
+        layer(dtype, [3_152, 72, 520], [true, true]),
+        gradient(dtype, [2, 64, 256], &[91, 97], 2),
+    ]
 }
 
 /// Steps of all shapes of tiles: as wide as the result, several side by side, tall ones, ones of few rows,
@@ -252,6 +312,9 @@ pub fn sums(dtype: &str) -> Vec<Summed> {
         statistics(dtype, [7, 48, 72], &[3300]),
         gradient(dtype, [2, 24, 80], &[11, 31, 32], 1),
         bias(dtype),
-        residuals(dtype),
+        residuals(dtype, 264),
     ]
+    .into_iter()
+    .chain(of_one_group(dtype))
+    .collect()
 }

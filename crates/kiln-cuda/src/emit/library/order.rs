@@ -225,7 +225,8 @@ for (int e = threadIdx.x; e < TILE; e += THREADS) {{
         let pieces = self.extent.div_ceil(MERGED);
         let text = Text::default()
             .ty("Item", self.item())
-            .ty("Index", index_type(self.rows * self.extent))
+            // Pairs of runs may end behind the line.
+            .ty("Index", index_type(self.rows * self.extent + 2 * run))
             .count("ROWS", self.rows)
             .count("EXTENT", self.extent)
             .count("LIMIT", limit)
@@ -240,7 +241,7 @@ for (int e = threadIdx.x; e < TILE; e += THREADS) {{
 const Index i = (Index)blockIdx.x * THREADS + threadIdx.x;
 const Index row = i / PIECES, start = i % PIECES * MERGED;
 if (row >= ROWS) return;
-const Index pair = start / (2 * RUN) * (2 * RUN);
+const Index pair = start / ((Index)2 * RUN) * ((Index)2 * RUN);
 const Index middle = pair + RUN < EXTENT ? pair + RUN : EXTENT, end = middle + RUN < EXTENT ? middle + RUN : EXTENT;
 const Item* a = runs + row * EXTENT + pair;
 const Item* b = runs + row * EXTENT + middle;

@@ -26,6 +26,8 @@ pub struct Loops {
     pub column: (Var, i64),
     /// Whether what rows need is copied to shared memory, from where they read it turns later.
     pub ahead: bool,
+    /// Whether a block stays in its columns, and what all of its rows share of these waits in shared memory.
+    pub keeps_pieces: bool,
     /// How sums of columns are kept.
     pub keep: Keep,
 }
@@ -55,6 +57,8 @@ pub struct Statements {
     pub loaded: Vec<(String, String)>,
     /// Bytes of it, at most.
     pub loaded_bytes: i64,
+    /// Pieces of sixteen bytes that each thread side by side keeps of its columns in shared memory.
+    pub pieces_kept: i64,
     /// Loads it for a row.
     pub load: String,
     /// Loads what the rows of a thread share.
@@ -95,6 +99,7 @@ fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statement
     writer.ahead = loops.ahead;
     writer.begin_points();
     let lates: Vec<Late> = writer.lates().into_iter().map(|(_, late)| late).collect();
+    writer.keeps_pieces = loops.keeps_pieces;
     for late in &lates {
         let x = writer.eval(late.x, &late.index);
         let own = format!("{}[l]", late.name);
@@ -112,8 +117,12 @@ fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statement
     let shared = lines(&writer.shared);
     let load = writer.take_fills();
     let points = writer.end_points(None);
-    let positions = writer.seen.iter().filter(|seen| seen.weight > 0);
-    let most = positions.map(|seen| seen.index.range().1).max().unwrap_or(0);
+    let most = writer
+        .seen
+        .iter()
+        .map(|seen| seen.index.range().1)
+        .max()
+        .unwrap_or(0);
     let of_rows = writer
         .seen
         .iter()
@@ -121,8 +130,13 @@ fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statement
     let bytes = |seen: &Seen| ceil(seen.bytes * loops.column.1 * loops.row.1, 16) * 16;
     let loaded_bytes = of_rows.map(bytes).sum();
     let kept = keep(&mut writer, &lates, loops);
+    let all_kept = match writer.pieces_kept {
+        0 => "",
+        _ => "kiln_product_all_kept<@_case>();\n",
+    };
     let statements = Statements {
-        top: lines(&writer.top) + &kept.top,
+        top: lines(&writer.top) + all_kept + &kept.top,
+        pieces_kept: writer.pieces_kept,
         loaded,
         loaded_bytes,
         load,

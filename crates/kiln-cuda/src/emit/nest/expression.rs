@@ -3,6 +3,7 @@
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::bits::reads_rounded;
 use kiln_compiler::schedule::layout::position;
 use kiln_compiler::schedule::power::power_of_number;
 use kiln_graph::op::{BinaryOp, Op, RandomKind};
@@ -130,7 +131,19 @@ impl Writer<'_> {
                 let registers: Vec<Register> = data.inputs.iter().map(|&v| self.eval(v, index)).collect();
                 let places = registers.iter().map(|register| register.place);
                 let place = places.fold(Place::default(), Place::and);
-                let name = |at: usize| registers[at].name.as_str();
+                let nest = &self.space.loops.nest;
+                let names: Vec<String> = registers
+                    .iter()
+                    .zip(&data.inputs)
+                    .map(|(register, operand)| {
+                        let operand = *self.equal.get(operand).unwrap_or(operand);
+                        match reads_rounded(graph, nest, op, operand) {
+                            true => c::rounded(graph.dtype(operand), &register.name),
+                            false => register.name.clone(),
+                        }
+                    })
+                    .collect();
+                let name = |at: usize| names[at].as_str();
                 let of = registers[0].dtype;
                 let near = self.near.contains(&value);
                 let text = match op {

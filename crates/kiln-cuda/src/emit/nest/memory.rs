@@ -1,7 +1,7 @@
 //! Loads, stores and addresses: an index becomes C++; neighbours that lie together are moved by one
 //! instruction.
 
-use kiln_compiler::index::{Atom, Index, Var};
+use kiln_compiler::index::{Atom, Index, Var, bit};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::nest::Store;
 use kiln_graph::{DType, Op};
@@ -9,6 +9,9 @@ use kiln_graph::{DType, Op};
 use super::space::{Lanes, Seen, lanes};
 use super::writer::{Key, Place, Register, Writer};
 use super::{Argument, c};
+
+/// Bytes that are moved to and from shared memory at once.
+const PIECE: usize = 16;
 
 impl Writer<'_> {
     /// Registers for the loaded integers in `index`; the place where all of them exist.
@@ -119,6 +122,11 @@ impl Writer<'_> {
         let of_rows = |rows: u64| position.vars() & rows != 0;
         let kept = self.kept.keys.contains(key) || several.is_some_and(of_rows);
         let is_shared = several.is_some_and(|rows| !of_rows(rows));
+        let of_column = self
+            .space
+            .vector
+            .is_some_and(|column| position.vars() == bit(column));
+        let is_kept_by_block = self.keeps_pieces && is_shared && of_column;
         if (self.width == 1 || data.lane || lanes == Lanes::Same) && !kept {
             return self.define(dtype, place, &text);
         }
@@ -131,6 +139,7 @@ impl Writer<'_> {
         } else {
             String::new()
         };
+        let bytes = self.width as usize * dtype.size();
         let (declaration, fill, element) = match lanes {
             _ if self.width == 1 => (
                 format!("{ty} {name}{turns};"),
@@ -150,9 +159,13 @@ impl Writer<'_> {
                         format!("{own}.at[l]"),
                     ),
                 };
-                let fill = match kept && self.ahead && self.width as usize * dtype.size() >= 4 {
-                    true => format!("kiln_copy_ahead({own}, a{at} + ({first}));"),
-                    false => format!("{own} = *(const {vector}*)(a{at} + ({first}));"),
+                let there = format!("*(const {vector}*)(a{at} + ({first}))");
+                let fill = if kept && self.ahead && bytes >= 4 {
+                    format!("kiln_copy_ahead({own}, a{at} + ({first}));")
+                } else if is_kept_by_block && bytes.is_multiple_of(PIECE) {
+                    format!("{own} = {};", self.keep_in_shared(&vector, &there, bytes))
+                } else {
+                    format!("{own} = {there};")
                 };
                 (format!("{vector} {name}{turns};"), fill, element)
             }
@@ -183,6 +196,21 @@ impl Writer<'_> {
             true => self.define(dtype, place, &element),
             false => self.define(dtype, place, &c::widened(dtype, &element)),
         }
+    }
+
+    /// Puts `there`, a `vector` of so many bytes of a thread's columns, into shared memory where the kernel
+    /// begins, and says what it is there (`kiln_product_kept`).
+    fn keep_in_shared(&mut self, vector: &str, there: &str, bytes: usize) -> String {
+        let (first, ty, column) = (
+            self.pieces_kept,
+            self.index_type(),
+            self.space.vector.unwrap_or(0),
+        );
+        self.top.push(format!(
+            "kiln_product_keep<@_case, {vector}>(size, shared, {first}, [&](const {ty} i{column}) {{ return {there}; }});"
+        ));
+        self.pieces_kept += (bytes / PIECE) as i64;
+        format!("kiln_product_kept<@_case, {vector}>(shared, {first})")
     }
 
     /// Whether neighbours of `dtype` are moved as `kiln_eight` does behind products

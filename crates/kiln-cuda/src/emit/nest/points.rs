@@ -33,6 +33,11 @@ const UNDER_WAY: i64 = 128;
 /// Most rows of a thread.
 const ROWS: i64 = 4;
 
+/// How often a thread takes as many rows again, one time after the other. What its columns share is then
+/// loaded and computed half as often: resnet50's nests of points take 4,363 microseconds, and 4,620 without;
+/// four times take 4,440 (H200).
+const BATCHES: i64 = 2;
+
 /// Fewest threads that rows are shared out to: a quarter of what all multiprocessors hold, whose loads fill
 /// memory.
 const THREADS_LEFT: i64 = 132 * 512;
@@ -72,16 +77,32 @@ fn generate_rows(graph: &Graph, space: &Space, (row, rows): (Var, i64)) -> Launc
     let column = space.vector.unwrap_or_default();
     let (extent, width) = (space.loops.extent(row), space.width);
     let across = space.loops.extent(column) / width;
-    let items = extent / rows * across;
-    let number = format!("const {ty} i{row} = t / {across} + k * {};", extent / rows);
+    let threads = |batches: i64| extent / (rows * batches) * across;
+    let batches = match extent % (rows * BATCHES) == 0 && threads(BATCHES) >= THREADS_LEFT {
+        true => BATCHES,
+        false => 1,
+    };
+    let items = threads(batches);
+    let apart = extent / (rows * batches);
+    let (first, [begin, end]) = match batches {
+        1 => ("k".into(), [String::new(), String::new()]),
+        _ => (
+            format!("(b * {rows} + k)"),
+            [
+                format!("#pragma unroll 1\nfor (int b = 0; b < {batches}; b++) {{\n"),
+                "}\n".into(),
+            ],
+        ),
+    };
+    let number = format!("const {ty} i{row} = t / {across} + {first} * {apart};");
     let mut statements = format!("const {ty} t = ({ty})blockIdx.x * {THREADS} + threadIdx.x;\n");
     if items % THREADS != 0 {
         statements.push_str(&format!("if (t >= {items}) return;\n"));
     }
     statements.push_str(&format!(
-        "const {ty} i{column} = t % {across} * {width};\n{shared}\
+        "const {ty} i{column} = t % {across} * {width};\n{shared}{begin}\
          #pragma unroll\nfor (int k = 0; k < {rows}; k++) {{\n{number}\n{fills}}}\n\
-         #pragma unroll\nfor (int k = 0; k < {rows}; k++) {{\n{number}\n{points}}}\n"
+         #pragma unroll\nfor (int k = 0; k < {rows}; k++) {{\n{number}\n{points}}}\n{end}"
     ));
     let top: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
     Launch {

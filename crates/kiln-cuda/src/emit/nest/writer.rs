@@ -111,6 +111,10 @@ pub(super) struct Writer<'a> {
     pub(super) tiles: Option<Tiles>,
     /// Whether what is loaded for several rows is copied to shared memory ahead of its use.
     pub(super) ahead: bool,
+    /// Whether a block stays in its columns, and what all of its rows share of these waits in shared memory.
+    pub(super) keeps_pieces: bool,
+    /// The pieces of sixteen bytes, for each thread side by side, that wait there.
+    pub(super) pieces_kept: i64,
     /// The value that is not loaded but in the lanes of `product` ([`super::epilogue`]).
     pub(super) given: Option<Value>,
     /// The values whose functions may be a little off ([`super::near`]).
@@ -155,6 +159,8 @@ impl<'a> Writer<'a> {
             parts: false,
             tiles: None,
             ahead: false,
+            keeps_pieces: false,
+            pieces_kept: 0,
             given: None,
         }
     }

@@ -14,12 +14,30 @@ pub(super) const TILE_ROWS: u64 = 128;
 const SHARED: u64 = (227 << 10) - 512;
 /// Places begin at multiples of so many bytes.
 const BORDER: u64 = 1024;
-/// Turns that a finishing thread has in shared memory.
-pub(super) const AHEAD: u64 = 3;
+/// Turns that a finishing thread has in shared memory, where two groups multiply.
+const AHEAD: u64 = 3;
 /// Registers of a thread that multiplies, and of the others, where the latter have turns ahead: those of 512
 /// threads, which are 128 each, shared out otherwise. With 128, the gradient's sums of two batch norms behind
 /// [401408, 64] · [64, 256] take 401 microseconds, with 160 349 (H100).
-pub(super) const SHARED_OUT: [u32; 2] = [96, 160];
+const SHARED_OUT: [u32; 2] = [96, 160];
+/// The same where one group multiplies: what it gives back is shared by three.
+const SHARED_OUT_BY_ONE: [u32; 2] = [96, 136];
+/// Rows of a tile that one group multiplies: as many sums in each thread as where two have 128.
+const FEW_ROWS: u64 = 64;
+/// Depth up to which one group keeps up with those who finish, and the right operand stays in shared memory.
+const SHORT: u64 = 256;
+/// Bytes that are under way to those who finish where one group multiplies. A multiprocessor's part of 4.2 TB
+/// a second is 32 bytes a nanosecond, and they take about a microsecond (H200).
+const UNDER_WAY: u64 = 40 << 10;
+/// Tiles of results between one group that multiplies and those who finish. Tiles are short work for these:
+/// they have the next one when they are through, and warps need not wait for each other.
+const RESULTS_OF_ONE: u64 = 2;
+/// Least pieces that are kept in shared memory where two groups multiply and threads have turns ahead. Sums
+/// behind [25088, 256] · [256, 1024] with 16 pieces take 103 microseconds, from the cache 113, behind
+/// [401408, 64] · [64, 256] 355 and 366; with 8 such kernels take a tenth longer than from the cache. Without
+/// turns ahead it always pays: behind [401408, 256] · [256, 64] 84.5 and 92, behind [100352, 512] · [512,
+/// 128] 46 and 49.5 (H200).
+const MANY_PIECES: u64 = 16;
 
 /// Widths of a tile. Each with the clocks that a step of the depth takes, of two floating-point operations a
 /// thousand and twenty-four a clock: narrower tiles read their operands more often (H100).
@@ -45,11 +63,19 @@ pub(super) struct Case {
     pub(super) finishes: bool,
     /// Whether a block stays in its columns, whose sums its threads keep.
     pub(super) keeps_columns: bool,
+    /// Groups of four warps that multiply.
+    pub(super) groups: u64,
+    /// Steps of the depth of a right operand that stays in shared memory; 0 if it comes with the left one.
+    pub(super) right_steps: u64,
     /// Whether the right operand is turned, which then comes in whole blocks of [`DEPTH`] of its columns.
     pub(super) right_turned: bool,
     /// Bytes of a turn that a finishing thread has in shared memory, ahead of its use; 0 if it has one in
     /// registers.
     pub(super) ahead: u64,
+    /// Turns that it has there.
+    pub(super) turns: u64,
+    /// Pieces of sixteen bytes that a block keeps of what each thread side by side needs of its columns.
+    pub(super) pieces_kept: u64,
 }
 
 /// Columns of the widest tile where sums are kept. A wider one takes registers that a nest's loads need:
@@ -73,8 +99,12 @@ impl Case {
             columns,
             finishes,
             keeps_columns: false,
+            groups: 2,
+            right_steps: 0,
             right_turned: !product.right.transposed,
             ahead: 0,
+            turns: 0,
+            pieces_kept: 0,
         }
     }
 
@@ -106,6 +136,21 @@ impl Case {
         }
     }
 
+    /// Tiles whose columns a block stays in, of few rows: one group multiplies them by a right operand that
+    /// stays in shared memory, so that four more warps finish. For nests whose threads have turns ahead,
+    /// which their arithmetic holds up: while seven warps finish with the gradient's sums of two batch norms
+    /// behind [401408, 64] · [64, 256], memory moves 2.4 TB a second of the 4.2 that it can (H200). None for
+    /// deep products, and for narrow ones, whose tiles are tall.
+    pub(super) fn of_one_group(product: &Product) -> Option<Self> {
+        let case = Self {
+            rows: FEW_ROWS,
+            groups: 1,
+            right_steps: product.k.div_ceil(DEPTH),
+            ..Self::with_sums(product, true)
+        };
+        (product.k <= SHORT && case.columns > WIDEST_TALL_AHEAD).then_some(case)
+    }
+
     pub(super) fn threads(self) -> u64 {
         // The sums of a tile of 256 columns take 128 registers of each thread that multiplies.
         if self.finishes && self.columns < 256 {
@@ -115,9 +160,33 @@ impl Case {
         }
     }
 
-    /// Threads that finish: all but warp 0 and the two groups that multiply.
+    /// The thread behind those that multiply, which are from number 128 on.
+    pub(super) fn behind_groups(self) -> u64 {
+        128 + 128 * self.groups
+    }
+
+    /// Threads that finish: all but warp 0 and the groups that multiply.
     pub(super) fn finishers(self) -> u64 {
-        if self.finishes { self.threads() - 288 } else { 0 }
+        if self.finishes {
+            self.threads() - 32 - 128 * self.groups
+        } else {
+            0
+        }
+    }
+
+    /// Registers of a thread that multiplies, and of the others; none if all have as many.
+    pub(super) fn registers(self) -> Option<[u32; 2]> {
+        let shared_out = match self.groups {
+            1 => SHARED_OUT_BY_ONE,
+            _ => SHARED_OUT,
+        };
+        (self.ahead > 0).then_some(shared_out)
+    }
+
+    /// Whether so many pieces of what a thread needs of its columns are kept in shared memory rather than
+    /// left to the cache.
+    pub(super) fn keeps_pieces(self, pieces: u64, has_ahead: bool) -> bool {
+        self.groups == 1 || !has_ahead || pieces >= MANY_PIECES
     }
 
     /// Rows that are finished side by side: so many threads have the same columns.
@@ -133,17 +202,35 @@ impl Case {
             .min(most)
     }
 
-    fn stage(self) -> u64 {
-        let right = match self.right_turned {
+    /// Bytes of a step of the depth of the right operand.
+    fn right_step(self) -> u64 {
+        let columns = match self.right_turned {
             true => self.columns.next_multiple_of(DEPTH),
             false => self.columns,
         };
-        (self.rows + right) * DEPTH * 2
+        columns * DEPTH * 2
+    }
+
+    /// Bytes of a place for operands.
+    fn stage(self) -> u64 {
+        let left = self.rows * DEPTH * 2;
+        match self.right_steps {
+            0 => left + self.right_step(),
+            _ => left,
+        }
+    }
+
+    /// Tiles of results between those who multiply and those who finish.
+    pub(super) fn result_tiles(self) -> u64 {
+        match self.groups {
+            1 => RESULTS_OF_ONE,
+            _ => 1,
+        }
     }
 
     fn results(self) -> u64 {
         if self.finishes {
-            self.rows * (self.columns * 2 + 16)
+            self.result_tiles() * self.rows * (self.columns * 2 + 16)
         } else {
             0
         }
@@ -151,17 +238,47 @@ impl Case {
 
     /// Places for operands.
     pub(super) fn stages(self) -> u64 {
-        let others = BORDER + self.results() + self.turns();
-        (SHARED.saturating_sub(others) / self.stage()).min(6)
+        (SHARED.saturating_sub(self.others()) / self.stage()).min(6)
+    }
+
+    /// Least places. One is filled while another is multiplied, and of a left operand alone, which is soon
+    /// multiplied, one more.
+    pub(super) fn least_stages(self) -> u64 {
+        if self.right_steps > 0 { 3 } else { 2 }
+    }
+
+    /// The same with turns in shared memory, for each of which a thread loads so many bytes.
+    pub(super) fn with_turns(self, loaded: u64) -> Self {
+        let turn = loaded.max(1) * self.finishers();
+        Self {
+            // An odd number of vectors of sixteen bytes.
+            ahead: loaded / 32 * 32 + 16,
+            turns: match self.groups {
+                1 => 1 + UNDER_WAY.div_ceil(turn),
+                _ => AHEAD,
+            },
+            ..self
+        }
     }
 
     /// Bytes of the turns that threads have ahead.
-    fn turns(self) -> u64 {
-        AHEAD * self.ahead * self.finishers()
+    fn bytes_ahead(self) -> u64 {
+        self.turns * self.ahead * self.finishers()
+    }
+
+    /// Bytes that a block keeps of its columns.
+    fn kept(self) -> u64 {
+        self.pieces_kept * 16 * (self.columns / NEIGHBOURS)
+    }
+
+    /// Bytes of all but the places for operands.
+    fn others(self) -> u64 {
+        let right = self.right_steps * self.right_step();
+        right + self.results() + self.kept() + self.bytes_ahead() + BORDER
     }
 
     pub(super) fn shared_bytes(self) -> u64 {
-        self.stages() * self.stage() + self.results() + self.turns() + BORDER
+        self.stages() * self.stage() + self.others()
     }
 
     /// How many tiles a result has, one below the other and side by side.

@@ -14,9 +14,7 @@ use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::{Graph, Node, Op};
 
-use super::case::{
-    AHEAD, Case, DEPTH, NEIGHBOURS, SHARED_OUT, TILE_CLOCKS, TILE_ROWS, WIDTHS, WIDTHS_WITH_NEST,
-};
+use super::case::{Case, DEPTH, NEIGHBOURS, TILE_CLOCKS, TILE_ROWS, WIDTHS, WIDTHS_WITH_NEST};
 use super::pieces::Pieces;
 use super::{Frame, matrices};
 use crate::code::{Boxes, FunctionText, Trial};
@@ -299,12 +297,17 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
     let (element, instruction) = element(product.left.number);
     let mut helpers = format!(
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
-         static constexpr int TILE_ROWS = {}, TILE_COLUMNS = {}, STAGES = {}, FINISHERS = {};\n\
+         static constexpr int TILE_ROWS = {}, TILE_COLUMNS = {}, STAGES = {}, GROUPS = {}, FINISHERS = {}, RESULTS = {};\n\
+         static constexpr int PIECES_KEPT = {}, RIGHT_STEPS = {};\n\
          static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {}, KEEPS_COLUMNS = {};\n{}}};\n",
         case.rows,
         case.columns,
         case.stages(),
+        case.groups,
         case.finishers(),
+        case.result_tiles(),
+        case.pieces_kept,
+        case.right_steps,
         product.left.transposed,
         case.right_turned,
         operands.cut == Some(Cut::Depth),
@@ -313,19 +316,23 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
     );
     helpers.push_str(&finish.helpers);
     let [left, right] = [0, 1].map(|side| declared(operands, side, [case.rows, case.columns]));
-    let registers = |direction: &str, count: u32| match case.ahead {
-        0 => String::new(),
-        _ => format!("asm volatile(\"setmaxnreg.{direction}.sync.aligned.u32 {count};\");\n"),
+    let registers = |side: usize, direction: &str| match case.registers() {
+        None => String::new(),
+        Some(counts) => format!(
+            "asm volatile(\"setmaxnreg.{direction}.sync.aligned.u32 {};\");\n",
+            counts[side]
+        ),
     };
-    let [fewer, more] = [registers("dec", SHARED_OUT[0]), registers("inc", SHARED_OUT[1])];
+    let [fewer, more] = [registers(0, "dec"), registers(1, "inc")];
     let mut body = format!(
         "const kiln_product_shared<@_case> shared;\nconst kiln_product_size size = {{ {}, {}, {} }};\n\
-         if (threadIdx.x >= 128 && threadIdx.x < 384) {{\n{fewer}\
+         if (threadIdx.x >= 128 && threadIdx.x < {}) {{\n{fewer}\
          kiln_product_multiply<@_case>(size, shared, [&](int row, int column, float first, float second) {{ {} }});\n\
          }} else {{\n{more}if (threadIdx.x < 32) {{\n{}{}kiln_product_load<@_case>(lefts, rights, size, shared);\n}}",
         product.m,
         product.n,
         operands.reach(),
+        case.behind_groups(),
         finish.store,
         left.statement,
         right.statement,
@@ -357,7 +364,8 @@ fn queue(case: Case) -> String {
     match case.ahead {
         0 => "kiln_next_turn<@_loaded>()".to_owned(),
         bytes => format!(
-            "kiln_turns_ahead<@_loaded, {AHEAD}, {bytes}>(shared.ahead, kiln_product_finisher(), {})",
+            "kiln_turns_ahead<@_loaded, {}, {bytes}>(shared.ahead, kiln_product_finisher<@_case>(), {})",
+            case.turns,
             case.finishers()
         ),
     }
@@ -370,7 +378,7 @@ fn each_row(ty: &str, row_name: &str, together: i64, statements: &str) -> String
         "#pragma unroll\nfor (int k = 0; k < {together}; k++) {{\n\
          const int line = down + shared.LINES * k;\nconst {ty} {row_name} = row + shared.LINES * k;\n\
          if (line >= shared.TILE_ROWS || {row_name} >= size.rows) break;\n\
-         const auto product = shared.at(line, across);\n{statements}}}\n"
+         const auto product = shared.at(tile, line, across);\n{statements}}}\n"
     )
 }
 
@@ -392,7 +400,7 @@ fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
                 store: String::new(),
                 finish: format!(
                     "const auto load = [](@_loaded&, int, int, int) {{}};\n\
-                     const auto points = [&](const @_loaded&, int down, int across, int row, int column) {{\n{rows}}};\n\
+                     const auto points = [&](const @_loaded&, int tile, int down, int across, int row, int column) {{\n{rows}}};\n\
                      kiln_product_finish<@_case, {TOGETHER}, @_loaded>(size, shared, {}, load, points, [] {{}});\n",
                     queue(case)
                 ),
@@ -463,6 +471,15 @@ pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
     }
 }
 
+/// What those who finish may have.
+#[derive(Clone, Copy)]
+struct Way {
+    /// Whether one group multiplies, so that more finish.
+    one_group: bool,
+    /// So many rows at a time ahead in shared memory, or none.
+    ahead: Option<u64>,
+}
+
 /// The product `node` with `nest` behind it; none if the template does not compute it, or would leave most
 /// of the device idle.
 fn together(
@@ -492,41 +509,55 @@ fn together(
         return None;
     }
     let keeps_columns = !placed.late.is_empty();
-    // With so many rows at a time ahead in shared memory, or without.
-    let shaped = |ahead: Option<u64>| {
+    let shaped = |way: Way| {
+        let has_ahead = way.ahead.is_some();
         let mut case = match keeps_columns {
-            true => Case::with_sums(product, ahead.is_some()),
+            true if way.one_group => Case::of_one_group(product).filter(|_| operands.cut.is_none())?,
+            true => Case::with_sums(product, has_ahead),
             false => {
                 let columns = operands.columns(WIDTHS_WITH_NEST, options.processors)?;
                 Case::plain(product, columns, true)
             }
         };
-        let together = case.together(ahead.unwrap_or(TOGETHER)) as i64;
+        let together = case.together(way.ahead.unwrap_or(TOGETHER)) as i64;
         let [_, across] = case.tiles(product);
-        let loops = Loops {
+        let mut loops = Loops {
             row: (ROW, together),
             column: (COL, NEIGHBOURS as i64),
-            ahead: ahead.is_some(),
+            ahead: has_ahead,
+            keeps_pieces: keeps_columns,
             keep: Keep {
                 blocks: case.blocks_down(product) as i64,
                 across: across as i64,
                 longest: case.rows_of_block(product).div_ceil(case.lines()) as i64,
             },
         };
-        let nest = statements(graph, &placed, value, loops);
-        if ahead.is_some() {
-            // An odd number of vectors of sixteen bytes.
-            case.ahead = nest.loaded_bytes as u64 / 32 * 32 + 16;
+        let mut nest = statements(graph, &placed, value, loops);
+        if !case.keeps_pieces(nest.pieces_kept as u64, has_ahead) {
+            loops.keeps_pieces = false;
+            nest = statements(graph, &placed, value, loops);
         }
-        // One place is filled while another is multiplied.
-        let fits = case.stages() >= 2 && operands.lies_in_tiles(case.rows, case.columns);
+        case.pieces_kept = nest.pieces_kept as u64;
+        if has_ahead {
+            case = case.with_turns(nest.loaded_bytes as u64);
+        }
+        let fits = case.stages() >= case.least_stages() && operands.lies_in_tiles(case.rows, case.columns);
         fits.then_some((case, nest, together))
     };
-    let ways: &[Option<u64>] = match keeps_columns && epilogue::streams(graph, &placed, value) > 1 {
-        true => &[Some(TOGETHER / 2), Some(1), None],
-        false => &[None],
+    let way = |ahead: Option<u64>| Way {
+        one_group: false,
+        ahead,
     };
-    let (case, nest, together) = ways.iter().find_map(|&ahead| shaped(ahead))?;
+    // Tiles of few rows have rounds of one row: the last of more would be over before it is full.
+    let one_group = Way {
+        one_group: true,
+        ahead: Some(1),
+    };
+    let ways: &[Way] = match keeps_columns && epilogue::streams(graph, &placed, value) > 1 {
+        true => &[one_group, way(Some(TOGETHER / 2)), way(Some(1)), way(None)],
+        false => &[way(None)],
+    };
+    let (case, nest, together) = ways.iter().find_map(|&way| shaped(way))?;
     let finish = finish(&nest, case, together);
     let product = launch(&operands, case, options.processors, finish);
     Some(KernelCode {
@@ -571,7 +602,7 @@ fn finish(nest: &Statements, case: Case, together: i64) -> Finish {
         store: String::new(),
         finish: format!(
             "{top}const auto load = [&](@_loaded& loaded, int k, {index} i{ROW}, {index} i{COL}) {{\n{to}{load}}};\n\
-             const auto points = [&](const @_loaded& loaded, int down, int across, {index} row, {index} i{COL}) {{\n{from}{shared}{rows}}};\n\
+             const auto points = [&](const @_loaded& loaded, int tile, int down, int across, {index} row, {index} i{COL}) {{\n{from}{shared}{rows}}};\n\
              const auto behind = [&] {{\n{tile}}};\n\
              kiln_product_finish<@_case, {together}, @_loaded>(size, shared, {}, load, points, behind);\n{end}",
             queue(case)

@@ -5,19 +5,21 @@
 // multiplying, and what follows the product go on at the same time:
 //
 //     warp 0              asks the engine for the operands of the next steps of the depth, DEPTH each, into STAGES places
-//     warps 4 to 11       multiply: two groups, each with half of the rows of a tile in its registers
+//     warps 4 to 11       multiply: two groups, each with half of the rows of a tile in its registers; or one group, warps 4 to 7
 //     the other warps     finish the tile before: they compute what follows the product from its results, and store that
 //
-// Barriers in shared memory are where they meet. A place is `full` once the engine has written it, `empty` once both groups have read it.
-// The tile of results between those who multiply and those who finish is `ready`, or `taken`.
+// Barriers in shared memory are where they meet. A place is `full` once the engine has written it, `empty` once all groups have read it.
+// A tile of results between those who multiply and those who finish is `ready`, or `taken`. A right operand that stays in shared memory
+// while a block stays in its columns is there once `right` is over.
 //
 // Operands lie in shared memory in rows of 128 bytes, whose 16-byte pieces the engine exchanges among eight rows, so that no two rows
 // of a fragment are in the same banks. An operand whose neighbours in memory are along the depth has a row for each of its rows (or
 // columns). A turned one, whose neighbours are along its rows (or columns), has a row for each step of the depth, in blocks of 64 of them.
 //
-// What a case C says: STAGES, TILE_COLUMNS, FINISHERS (threads; none where those who multiply store their results), LEFT_TURNED,
-// RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands lie in several matrices along the depth), `element`, and two functions of the
-// tile's width: `multiply` and `settle`.
+// What a case C says: STAGES, TILE_ROWS, TILE_COLUMNS, GROUPS (that multiply), FINISHERS (threads; none where those who multiply store
+// their results), RESULTS (tiles of them between the two), PIECES_KEPT, RIGHT_STEPS (steps of the depth of a right operand that stays in
+// shared memory; none where it comes to the places, beside the left one), LEFT_TURNED, RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands
+// lie in several matrices along the depth), KEEPS_COLUMNS, `element`, and two functions of the tile's width: `multiply` and `settle`.
 
 // Where the engine finds a matrix: written by the driver.
 struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
@@ -88,52 +90,63 @@ inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, 
         :: "r"(to), "l"(matrix), "r"(inner), "r"(outer), "r"(barrier) : "memory");
 }
 
-// A block's shared memory: places for operands, the tile of results, barriers.
+// A block's shared memory: places for operands, the right operand where it stays, tiles of results, barriers.
 template <class C> struct kiln_product_shared {
     static_assert(C::STAGES >= 2, "one place is filled while another is multiplied");
+    static_assert(C::TILE_ROWS % (64 * C::GROUPS) == 0, "each group has as many rows");
+    static_assert(!C::RIGHT_STEPS || (C::KEEPS_COLUMNS && !C::DEPTH_IN_PIECES), "a right operand of the block's columns, in one piece");
     static constexpr int TILE_ROWS = C::TILE_ROWS, DEPTH = 64;
     // 64 rows (or columns) of an operand; a turned one comes in whole ones.
     static constexpr int BLOCK = 64 * DEPTH * 2, RIGHT_BLOCKS = (C::TILE_COLUMNS + 63) / 64;
     static constexpr int LEFT_BYTES = TILE_ROWS * DEPTH * 2, RIGHT_BYTES = C::RIGHT_TURNED ? RIGHT_BLOCKS * BLOCK : C::TILE_COLUMNS * DEPTH * 2;
-    static constexpr int STAGE = LEFT_BYTES + RIGHT_BYTES;
+    static constexpr bool RIGHT_STAYS = C::RIGHT_STEPS > 0;
+    static constexpr int STAGE = RIGHT_STAYS ? LEFT_BYTES : LEFT_BYTES + RIGHT_BYTES, STAYING = C::RIGHT_STEPS * RIGHT_BYTES;
+    static_assert(STAYING < 1 << 20, "as many bytes as a barrier counts");
     // From a row of results to the next: sixteen bytes more than they have, so that eight rows are in different banks.
-    static constexpr int PITCH = C::TILE_COLUMNS * 2 + 16;
+    static constexpr int PITCH = C::TILE_COLUMNS * 2 + 16, RESULT = TILE_ROWS * PITCH;
     // Threads that finish have eight neighbouring columns each, and as many rows are finished at once as they are enough for.
     static constexpr int ACROSS = C::TILE_COLUMNS / 8, LINES = C::FINISHERS / ACROSS;
 
-    // Behind the results is what threads have ahead.
-    unsigned char *results, *ahead;
-    kiln_u32 places, full, empty, ready, taken;
+    // Behind the results is what a block keeps of its columns, then what threads have ahead.
+    unsigned char *operands, *results, *kept, *ahead;
+    kiln_u32 places, staying, full, empty, ready, taken, right;
 
     kiln_product_shared()
     {
-        __shared__ kiln_u64 barriers[2 * C::STAGES + 2];
+        __shared__ kiln_u64 barriers[2 * C::STAGES + 2 * C::RESULTS + RIGHT_STAYS];
         // Places begin at multiples of 1024 bytes, which is what the exchange of pieces goes by.
         unsigned char* memory = kiln_dynamic_shared();
         memory += -kiln_address_in_shared(memory) & 1023;
+        operands = memory;
         places = kiln_address_in_shared(memory);
-        results = memory + C::STAGES * STAGE;
-        ahead = results + TILE_ROWS * PITCH;
+        staying = places + C::STAGES * STAGE;
+        results = memory + C::STAGES * STAGE + STAYING;
+        kept = results + C::RESULTS * RESULT;
+        ahead = kept + C::PIECES_KEPT * ACROSS * 16;
         full = kiln_address_in_shared(barriers);
         empty = full + 8 * C::STAGES;
         ready = empty + 8 * C::STAGES;
-        taken = ready + 8;
+        taken = ready + 8 * C::RESULTS;
+        right = taken + 8 * C::RESULTS;
         if (threadIdx.x == 0) {
             for (int i = 0; i < C::STAGES; i++) {
                 kiln_barrier_begin(full + 8 * i, 1);
-                kiln_barrier_begin(empty + 8 * i, 2);
+                kiln_barrier_begin(empty + 8 * i, C::GROUPS);
             }
-            kiln_barrier_begin(ready, 256);
-            if (C::FINISHERS) kiln_barrier_begin(taken, C::FINISHERS);
+            for (int i = 0; i < C::RESULTS; i++) {
+                kiln_barrier_begin(ready + 8 * i, 128 * C::GROUPS);
+                if (C::FINISHERS) kiln_barrier_begin(taken + 8 * i, C::FINISHERS);
+            }
+            if (RIGHT_STAYS) kiln_barrier_begin(right, 1);
             asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         }
         __syncthreads();
     }
 
-    // Eight neighbouring results of a row.
-    kiln_eight<typename C::element> at(int row, int column) const
+    // Eight neighbouring results of a row, in a tile of them.
+    kiln_eight<typename C::element> at(int tile, int row, int column) const
     {
-        return kiln_eight<typename C::element>((const typename C::element*)(results + row * PITCH + column * 2));
+        return kiln_eight<typename C::element>((const typename C::element*)(results + tile * RESULT + row * PITCH + column * 2));
     }
 };
 
@@ -193,6 +206,19 @@ template <int COUNT> struct kiln_product_pieces {
     }
 };
 
+// Asks for a step of the depth of the right operand's columns, from `column` on.
+template <class C> void kiln_product_load_right(kiln_u32 to, const kiln_matrix* right, int from, int column, kiln_u32 barrier)
+{
+    typedef kiln_product_shared<C> S;
+    if (C::RIGHT_TURNED) {
+        #pragma unroll
+        for (int i = 0; i < S::RIGHT_BLOCKS; i++)
+            kiln_product_box(to + i * S::BLOCK, right, column + 64 * i, from, barrier);
+    } else {
+        kiln_product_box(to, right, from, column, barrier);
+    }
+}
+
 // The part of warp 0.
 template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
     const kiln_product_pieces<LEFTS>& lefts, const kiln_product_pieces<RIGHTS>& rights, const kiln_product_size& size,
@@ -202,7 +228,14 @@ template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
     if (threadIdx.x != 0) return;
     int at = 0;
     kiln_u32 round = 0;
-    for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
+    kiln_product_tile<C> tile(size);
+    if (S::RIGHT_STAYS && tile.exists()) {
+        kiln_barrier_expect(shared.right, S::STAYING);
+        #pragma unroll
+        for (int i = 0; i < C::RIGHT_STEPS; i++)
+            kiln_product_load_right<C>(shared.staying + i * S::RIGHT_BYTES, rights.each[0], i * S::DEPTH, tile.column, shared.right);
+    }
+    for (; tile.exists(); tile.next()) {
         int row = tile.row, column = tile.column;
         const kiln_matrix *left = lefts.each[0], *right = rights.each[0];
         if (!C::DEPTH_IN_PIECES) left = lefts.find(row), right = rights.find(column);
@@ -223,13 +256,7 @@ template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
             } else {
                 kiln_product_box(to, left, from, row, barrier);
             }
-            if (C::RIGHT_TURNED) {
-                #pragma unroll
-                for (int i = 0; i < S::RIGHT_BLOCKS; i++)
-                    kiln_product_box(to + S::LEFT_BYTES + i * S::BLOCK, right, column + 64 * i, from, barrier);
-            } else {
-                kiln_product_box(to + S::LEFT_BYTES, right, from, column, barrier);
-            }
+            if (!S::RIGHT_STAYS) kiln_product_load_right<C>(to + S::LEFT_BYTES, right, from, column, barrier);
             if (++at == C::STAGES) at = 0, round ^= 1;
         }
     }
@@ -240,26 +267,30 @@ template <class C, class Store> void kiln_product_multiply(
     const kiln_product_size& size, const kiln_product_shared<C>& shared, const Store& store)
 {
     typedef kiln_product_shared<C> S;
-    // A group has every other 64 rows of a tile.
-    constexpr int PARTS = S::TILE_ROWS / 128;
-    const int half = threadIdx.x / 128 - 1, lane = threadIdx.x % 128;
+    // A group has every other 64 rows of a tile, or all of them.
+    constexpr int APART = 64 * C::GROUPS, PARTS = S::TILE_ROWS / APART;
+    const int group = threadIdx.x / 128 - 1, lane = threadIdx.x % 128;
     // A lane has neighbours of two rows of each eight columns.
-    const int down = half * 64 + lane / 32 * 16 + lane % 32 / 4, across = lane % 4 * 2;
-    int at = 0;
+    const int down = group * 64 + lane / 32 * 16 + lane % 32 / 4, across = lane % 4 * 2;
+    int at = 0, result = 0;
     kiln_u32 round = 0, turn = 0;
     float sums[PARTS][C::TILE_COLUMNS / 2];
-    for (kiln_product_tile<C> tile(size); tile.exists(); tile.next()) {
+    kiln_product_tile<C> tile(size);
+    if (S::RIGHT_STAYS && tile.exists()) kiln_barrier_wait(shared.right, 0);
+    for (; tile.exists(); tile.next()) {
         int behind = 0;
         for (int from = 0; from < size.reach; from += S::DEPTH) {
             kiln_barrier_wait(shared.full + 8 * at, round);
             const kiln_u32 place = shared.places + at * S::STAGE;
-            kiln_u64 left = kiln_group_operand(place + half * S::BLOCK, S::BLOCK);
-            kiln_u64 right = kiln_group_operand(place + S::LEFT_BYTES, S::BLOCK);
+            kiln_u64 left = kiln_group_operand(place + group * S::BLOCK, S::BLOCK);
+            // Steps are DEPTH apart, and their right operands RIGHT_BYTES.
+            const kiln_u32 beside = S::RIGHT_STAYS ? shared.staying + from * (S::RIGHT_BYTES / S::DEPTH) : place + S::LEFT_BYTES;
+            kiln_u64 right = kiln_group_operand(beside, S::BLOCK);
             kiln_group_begin();
             #pragma unroll
             for (int k = 0; k < S::DEPTH / 16; k++) {
                 #pragma unroll
-                for (int part = 0; part < PARTS; part++) C::multiply(sums[part], left + part * (2 * S::BLOCK >> 4), right, from > 0 || k > 0);
+                for (int part = 0; part < PARTS; part++) C::multiply(sums[part], left + part * (C::GROUPS * S::BLOCK >> 4), right, from > 0 || k > 0);
                 // Sixteen steps of the depth: 32 bytes of a row, or sixteen rows.
                 left += C::LEFT_TURNED ? 2048 >> 4 : 32 >> 4;
                 right += C::RIGHT_TURNED ? 2048 >> 4 : 32 >> 4;
@@ -277,9 +308,9 @@ template <class C, class Store> void kiln_product_multiply(
         for (int part = 0; part < PARTS; part++) C::settle(sums[part]);
         if (lane == 0) kiln_barrier_arrive(shared.empty + 8 * behind);
         if (C::FINISHERS) {
-            kiln_barrier_wait(shared.taken, turn ^ 1);
+            kiln_barrier_wait(shared.taken + 8 * result, turn ^ 1);
             // A warp has sixteen rows. Each lane gives the address of a row of one of four matrices of eight by eight.
-            const kiln_u32 to = kiln_address_in_shared(shared.results) + (half * 64 + lane / 32 * 16 + lane % 16) * S::PITCH + lane % 32 / 16 * 16;
+            const kiln_u32 to = kiln_address_in_shared(shared.results) + result * S::RESULT + (group * 64 + lane / 32 * 16 + lane % 16) * S::PITCH + lane % 32 / 16 * 16;
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
                 #pragma unroll
@@ -289,11 +320,11 @@ template <class C, class Store> void kiln_product_multiply(
                     for (int i = 0; i < 4; i++)
                         words[i] = kiln_pack<typename C::element>(sums[part][8 * j + 2 * i], sums[part][8 * j + 2 * i + 1]);
                     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                        :: "r"(to + part * 128 * S::PITCH + 32 * j), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
+                        :: "r"(to + part * APART * S::PITCH + 32 * j), "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3]) : "memory");
                 }
             }
-            kiln_barrier_arrive(shared.ready);
-            turn ^= 1;
+            kiln_barrier_arrive(shared.ready + 8 * result);
+            if (++result == C::RESULTS) result = 0, turn ^= 1;
         } else {
             #pragma unroll
             for (int part = 0; part < PARTS; part++) {
@@ -301,7 +332,7 @@ template <class C, class Store> void kiln_product_multiply(
                 for (int j = 0; j < C::TILE_COLUMNS / 8; j++) {
                     #pragma unroll
                     for (int h = 0; h < 2; h++) {
-                        const int row = tile.row + part * 128 + down + 8 * h, column = tile.column + across + 8 * j;
+                        const int row = tile.row + part * APART + down + 8 * h, column = tile.column + across + 8 * j;
                         if (row < size.rows && column < size.columns)
                             store(row, column, sums[part][4 * j + 2 * h], sums[part][4 * j + 2 * h + 1]);
                     }
@@ -364,22 +395,56 @@ template <class V> void kiln_copy_ahead(V& to, const void* from)
     constexpr int EACH = sizeof(V) % 16 == 0 ? 16 : sizeof(V) % 8 == 0 ? 8 : 4;
     static_assert(sizeof(V) % EACH == 0, "vectors of whole words");
     #pragma unroll
-    for (int i = 0; i < (int)sizeof(V); i += EACH)
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;"
-            :: "r"(kiln_address_in_shared(&to) + i), "l"((const char*)from + i), "n"(EACH) : "memory");
+    for (int i = 0; i < (int)sizeof(V); i += EACH) {
+        const kiln_u32 place = kiln_address_in_shared(&to) + i;
+        const char* words = (const char*)from + i;
+        // Nobody reads these bytes again: whole pieces go past the cache, which has what threads share.
+        if (EACH == 16)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(place), "l"(words) : "memory");
+        else
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" :: "r"(place), "l"(words), "n"(EACH) : "memory");
+    }
 }
 
 // The number of a thread among those that finish.
-inline int kiln_product_finisher() { return threadIdx.x < 128 ? threadIdx.x - 32 : threadIdx.x - 288; }
+template <class C> int kiln_product_finisher() { return threadIdx.x < 128 ? threadIdx.x - 32 : threadIdx.x - 32 - 128 * C::GROUPS; }
+
+// What the rows of a block that KEEPS_COLUMNS share, a V of each eight columns, in PIECES_KEPT pieces of sixteen bytes: those of all
+// threads side by side lie next to each other, so that they are in different banks. `load` is given the column, `first` is the number of
+// the first piece.
+template <class C, class V, class Load> void kiln_product_keep(
+    const kiln_product_size& size, const kiln_product_shared<C>& shared, int first, const Load& load)
+{
+    constexpr int ACROSS = kiln_product_shared<C>::ACROSS;
+    static_assert(sizeof(V) % 16 == 0, "vectors of whole pieces");
+    const int lane = kiln_product_finisher<C>(), column = kiln_product_tile<C>(size).column + lane * 8;
+    if (lane >= ACROSS || column >= size.columns) return;
+    const V own = load(column);
+    #pragma unroll
+    for (int i = 0; i < (int)sizeof(V) / 16; i++) ((uint4*)shared.kept)[(first + i) * ACROSS + lane] = ((const uint4*)&own)[i];
+}
+
+// All threads that finish have kept theirs.
+template <class C> void kiln_product_all_kept() { asm volatile("bar.sync 1, %0;" :: "n"(C::FINISHERS) : "memory"); }
+
+template <class C, class V> V kiln_product_kept(const kiln_product_shared<C>& shared, int first)
+{
+    constexpr int ACROSS = kiln_product_shared<C>::ACROSS;
+    V own;
+    #pragma unroll
+    for (int i = 0; i < (int)sizeof(V) / 16; i++)
+        ((uint4*)&own)[i] = ((const uint4*)shared.kept)[(first + i) * ACROSS + kiln_product_finisher<C>() % ACROSS];
+    return own;
+}
 
 // Adds up what threads that finish the same columns keep, row by row of them, behind the last tile; each column's is given to one of them.
 template <class C, class T, class Join, class Store> void kiln_product_columns(
     const kiln_product_size& size, const kiln_product_shared<C>& shared, const T (&own)[8], const Join& join, const Store& store)
 {
     typedef kiln_product_shared<C> S;
-    const int lane = kiln_product_finisher(), line = lane / S::ACROSS;
-    static_assert(C::FINISHERS * 8 * sizeof(T) <= C::STAGES * S::STAGE, "all of them where operands were");
-    T* lines = (T*)(shared.results - C::STAGES * S::STAGE);
+    const int lane = kiln_product_finisher<C>(), line = lane / S::ACROSS;
+    static_assert(C::FINISHERS * 8 * sizeof(T) <= C::STAGES * S::STAGE + S::STAYING, "all of them where operands were");
+    T* lines = (T*)shared.operands;
     // Nobody reads operands, or what was there before, any more.
     asm volatile("bar.sync 1, %0;" :: "n"(C::FINISHERS) : "memory");
     if (line < S::LINES) {
@@ -401,15 +466,16 @@ template <class C, class T, class Join, class Store> void kiln_product_columns(
 //
 //     queue                                         has what was asked for
 //     load(loaded, k, row, column)                  asks for what row number k of a turn needs
-//     points(loaded, down, across, row, column)     computes and stores the rows of a turn: from row `down` and column `across` of the tile
-//                                                   on, which are `row` and `column` of the result
+//     points(loaded, tile, down, across, row, column)
+//                                                   computes and stores the rows of a turn: from row `down` and column `across` of the tile
+//                                                   on, which are `row` and `column` of the result. `tile` says in which of RESULTS they are
 //     behind()                                      follows the rows of a tile
 template <class C, int TOGETHER, class Loaded, class Queue, class Load, class Points, class Behind> void kiln_product_finish(
     const kiln_product_size& size, const kiln_product_shared<C>& shared, Queue queue, const Load& load, const Points& points, const Behind& behind)
 {
     typedef kiln_product_shared<C> S;
     constexpr int LINES = S::LINES, EACH = LINES * TOGETHER, TURNS = (S::TILE_ROWS + EACH - 1) / EACH;
-    const int lane = kiln_product_finisher(), across = lane % S::ACROSS * 8, line = lane / S::ACROSS;
+    const int lane = kiln_product_finisher<C>(), across = lane % S::ACROSS * 8, line = lane / S::ACROSS;
     // Threads that are left over when columns are shared out only arrive.
     const bool works = line < LINES;
     kiln_product_tile<C> tile(size), coming(size);
@@ -428,18 +494,19 @@ template <class C, int TOGETHER, class Loaded, class Queue, class Load, class Po
         coming.next();
     };
     if (works) queue.begin(prepare);
+    int result = 0;
     kiln_u32 round = 0;
     for (; tile.exists(); tile.next()) {
-        kiln_barrier_wait(shared.ready, round);
+        kiln_barrier_wait(shared.ready + 8 * result, round);
         if (works) {
             for (int turn = 0; turn < TURNS; turn++) {
                 const Loaded now = queue.turn(prepare);
                 const int from = line + EACH * turn;
-                if (tile.column + across < size.columns) points(now, from, across, tile.row + from, tile.column + across);
+                if (tile.column + across < size.columns) points(now, result, from, across, tile.row + from, tile.column + across);
             }
             behind();
         }
-        kiln_barrier_arrive(shared.taken);
-        round ^= 1;
+        kiln_barrier_arrive(shared.taken + 8 * result);
+        if (++result == C::RESULTS) result = 0, round ^= 1;
     }
 }
