@@ -324,3 +324,105 @@ fn normalisation_and_its_gradient() {
         check(&net.graph, &format!("case {case}"), 1e-4);
     }
 }
+
+#[test]
+fn windows_that_lie_in_the_padding_read_zeros() {
+    // With this stride the second window begins behind the image, and all elements are left of the first.
+    let one = "stride=[8], pad_low=[3], pad_high=[3], dilation=[1], groups=1";
+    let three = "stride=[16], pad_low=[6], pad_high=[6], dilation=[1], groups=1";
+    for text in [
+        format!(
+            "%x = parameter 0 : f32[2,20,1]
+             %w = parameter 1 : f32[24,20,1]
+             %c = conv %x, %w {{{one}}} : f32[2,24,1]"
+        ),
+        format!(
+            "%x = parameter 0 : f32[2,20,1]
+             %d = parameter 1 : f32[2,24,1]
+             %c = conv_weight_grad %x, %d {{{one}, kernel=[1]}} : f32[24,20,1]"
+        ),
+        format!(
+            "%x = parameter 0 : f32[2,20,2]
+             %w = parameter 1 : f32[24,20,3]
+             %c = conv %x, %w {{{three}}} : f32[2,24,1]"
+        ),
+    ] {
+        check(&parsed(&text, "%c"), &text, 1e-5);
+    }
+}
+
+#[test]
+fn windows_may_be_as_large_as_the_image() {
+    // The arrays that a thread had on its stack for these grew with the window.
+    let pool = "size=[384,384], stride=[384,384], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
+    let conv = "stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
+    for (text, results) in [
+        (
+            format!(
+                "%x = parameter 0 : f32[1,1,384,384]
+                 %w = parameter 1 : f32[16,1,1,1]
+                 %d = parameter 2 : f32[1,16,1,1]
+                 %c = conv %x, %w {{{conv}, groups=1}} : f32[1,16,384,384]
+                 %y, %i = max_pool_with_indices %c {{{pool}}} : f32[1,16,1,1], i64[1,16,1,1]
+                 %dc = max_pool_grad %d, %i {{input=[384,384]}} : f32[1,16,384,384]
+                 %dw = conv_weight_grad %x, %dc {{{conv}, groups=1, kernel=[1,1]}} : f32[16,1,1,1]"
+            ),
+            "%y, %dw",
+        ),
+        (
+            format!(
+                "%x = parameter 0 : f32[1,2,800,800]
+                 %d = parameter 1 : f32[1,2,1,1]
+                 %dw = conv_weight_grad %x, %d {{{conv}, groups=2, kernel=[800,800]}} : f32[2,1,800,800]"
+            ),
+            "%dw",
+        ),
+    ] {
+        check(&parsed(&text, results), &text, 1e-4);
+    }
+}
+
+#[test]
+fn poolings_of_large_windows_are_loops() {
+    // Overlapping and not, with the index, and the means' gradients.
+    let line = "size=[70], stride=[35], pad_low=[9], pad_high=[9], dilation=[2]";
+    let plane = "size=[9,10], stride=[4,5], pad_low=[1,0], pad_high=[2,3], dilation=[1,2]";
+    for (text, results) in [
+        (
+            format!(
+                "%x = parameter 0 : f32[2,3,300]
+                 %d = parameter 1 : f32[2,3,6]
+                 %y = max_pool %x {{{line}}} : f32[2,3,6]
+                 %z, %i = max_pool_with_indices %x {{{line}}} : f32[2,3,6], i64[2,3,6]
+                 %a = avg_pool %x {{{line}, count_include_pad=false}} : f32[2,3,6]
+                 %g = avg_pool_grad %d {{{line}, count_include_pad=false, input=[300]}} : f32[2,3,300]"
+            ),
+            "%y, %z, %i, %a, %g",
+        ),
+        (
+            format!(
+                "%x = parameter 0 : f32[2,3,21,40]
+                 %d = parameter 1 : f32[2,3,4,5]
+                 %y, %i = max_pool_with_indices %x {{{plane}}} : f32[2,3,4,5], i64[2,3,4,5]
+                 %a = avg_pool %x {{{plane}, count_include_pad=true}} : f32[2,3,4,5]
+                 %g = avg_pool_grad %d {{{plane}, count_include_pad=true, input=[21,40]}} : f32[2,3,21,40]"
+            ),
+            "%y, %i, %a, %g",
+        ),
+    ] {
+        check(&parsed(&text, results), &text, 1e-5);
+    }
+}
+
+#[test]
+fn the_mean_of_nothing_is_zero() {
+    let text = "%x = parameter 0 : f32[1,1,2,2,2]
+                %y = avg_pool %x {size=[1,1,1], stride=[1,1,1], pad_low=[1,0,0], pad_high=[0,0,0], dilation=[1,1,1]} : f32[1,1,3,2,2]";
+    check(&parsed(text, "%y"), text, 1e-6);
+}
+
+/// A graph of these lines.
+fn parsed(lines: &str, results: &str) -> Graph {
+    let text = format!("graph @g {{\n{lines}\nreturn {results}\n}}");
+    Graph::parse(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}

@@ -198,6 +198,7 @@ fn adaptive(l: &mut Lower, x: &TensorIr, out: &TensorIr) -> Done {
     }
     let mut x = l.input(x)?;
     let extents = shape_of(out);
+    l.p.full_precision = true;
     for axis in 2..extents.rank() {
         let from = l.shape(x)[axis];
         let weights = mean_weights(l, l.dtype(x), extents[axis], from)?;
@@ -212,6 +213,7 @@ fn adaptive_backward(l: &mut Lower, grad: &TensorIr, out: &TensorIr) -> Done {
         return avg_backward(l, window, true, grad, out);
     }
     let mut grad = l.input(grad)?;
+    l.p.full_precision = true;
     for axis in 2..extents.rank() {
         let to = l.shape(grad)[axis];
         let weights = mean_weights(l, l.dtype(grad), to, extents[axis])?;
@@ -220,7 +222,8 @@ fn adaptive_backward(l: &mut Lower, grad: &TensorIr, out: &TensorIr) -> Done {
     l.define(out, grad)
 }
 
-/// Replaces dimension `axis` of `x` by its product with dimension `contract` of a matrix.
+/// Replaces dimension `axis` of `x` by its product with dimension `contract` of a matrix. These are means: 16
+/// bits of a third would be off by as much in all elements, so autocast leaves them alone.
 fn along(l: &mut Lower, x: Value, axis: usize, weights: Value, contract: usize) -> Result<Value, Fault> {
     let rank = l.shape(x).rank();
     let dims = DotDims {

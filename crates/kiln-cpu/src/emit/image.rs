@@ -369,12 +369,18 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     })
 }
 
-/// Whether all tensors of a pooling are channels-first with planes that have no gaps.
+/// Whether all tensors of a pooling are channels-first with planes that have no gaps, and the template for
+/// planes is fast.
 fn is_planar(spec: &ChannelPool, grad: bool) -> bool {
     let plane = |memory: &Memory, [height, width]: [usize; 2]| {
         memory.strides[3] == 1 && (memory.strides[2] == width as i64 || height == 1)
     };
     let g = &spec.geometry;
+    // There, the gradient of a mean adds up as many elements for each place as a window has: most of them are
+    // zeros where windows are large.
+    if grad && matches!(spec.kind, PoolKind::Mean { .. }) && !g.is_unrolled() {
+        return false;
+    }
     let (from, to) = if grad {
         (g.output, g.input)
     } else {

@@ -8,6 +8,7 @@
 
 use burn_flex::{FlexTensor, Layout};
 use burn_std::Bytes;
+use kiln_cpu::ALIGNMENT;
 
 use crate::execute::convert;
 use crate::execute::memory::Memory;
@@ -126,10 +127,20 @@ fn own(tensor: Storage) -> (Storage, *mut u8) {
 /// The buffer of a tensor that is row-major and aligned, and shares its buffer with no other.
 pub(super) fn into_bytes(tensor: Storage) -> Bytes {
     let ready = convert::kernel_ready(tensor.into_host());
-    if ready.is_unique() {
-        return ready.into_data().bytes;
+    if !ready.is_unique() {
+        return copied(ready.bytes());
     }
-    let mut copy = convert::aligned(ready.bytes().len());
-    copy.copy_from_slice(ready.bytes());
+    let mut bytes = ready.into_data().bytes;
+    // Bytes that are copied when they are first written, as those of a file are, move then.
+    match bytes.as_mut_ptr().addr().is_multiple_of(ALIGNMENT) {
+        true => bytes,
+        false => copied(&bytes),
+    }
+}
+
+/// The same bytes in an aligned buffer.
+fn copied(bytes: &[u8]) -> Bytes {
+    let mut copy = convert::aligned(bytes.len());
+    copy.copy_from_slice(bytes);
     copy
 }

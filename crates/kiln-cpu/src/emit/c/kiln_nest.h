@@ -264,7 +264,7 @@ KILN_INLINE v_f32 v_power_of_f32(v_f32 u, float s) {
     return sel_f32(u < set_f32(0), set_f32(NAN), set_f32(1) / (u + set_f32(0)));
 }
 KILN_INLINE float s_power_of_f32(float u, float s) {
-    if (s != -1.0f) return expf(logf(u) * s);
+    if (s != -1.0f) return v_power_of_f32(set_f32(u), s)[0];
     return u < 0 ? NAN : 1 / (u + 0.0f);
 }
 

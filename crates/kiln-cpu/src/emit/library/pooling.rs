@@ -118,7 +118,8 @@ pub(super) fn avg_pool(w: Writer, window: &Window, include: bool) -> Launch {
         let dtype = w.dtype(0);
         let count = format!("({})count", c::register_type(dtype, false));
         let mean = c::binary(kiln_graph::op::BinaryOp::Div, dtype, false, "sum", &count);
-        t.line(format!("put_{dtype}(out0 + i, {mean});"));
+        // A window of which nothing counts has a mean of 0.
+        t.line(format!("put_{dtype}(out0 + i, count ? {mean} : 0);"));
     })
 }
 

@@ -3,6 +3,7 @@
 use kiln_compiler::index::{Index, linear};
 use kiln_compiler::schedule::Buffer;
 use kiln_compiler::schedule::access::operand_index;
+use kiln_compiler::schedule::bits::reads_rounded;
 use kiln_compiler::schedule::class::is_expensive;
 use kiln_compiler::schedule::layout::position;
 use kiln_graph::op::{Op, RandomKind};
@@ -143,10 +144,16 @@ impl Writer<'_> {
                 let vector = registers.iter().any(|register| register.vector);
                 let level = registers.iter().map(|register| register.level).max().unwrap_or(0);
                 let stage = registers.iter().map(|register| register.stage).max().unwrap_or(0);
-                let names: Vec<String> = registers
+                let mut names: Vec<String> = registers
                     .iter()
                     .map(|register| self.operand(register, vector))
                     .collect();
+                for (name, operand) in names.iter_mut().zip(&data.inputs) {
+                    let operand = *self.equal.get(operand).unwrap_or(operand);
+                    if reads_rounded(graph, &self.space.loops.nest, op, operand) {
+                        *name = c::cast(DType::F32, graph.dtype(operand), vector, name);
+                    }
+                }
                 let of = registers[0].dtype;
                 if let Op::Cast(to) = op
                     && vector
@@ -236,10 +243,12 @@ impl Writer<'_> {
             weight: if by_lane { 1 } else { 2 },
         });
         let set = position.vars();
-        let level = self.level(set);
+        // The position may be one that is looked up.
+        let (data_level, stage) = self.load_slots(position);
+        let level = self.level(set).max(data_level);
         if !self.is_vector(set) {
             let text = each(&format!("({})", self.index_text(position, false)));
-            return self.define(dtype, false, level, 0, &text);
+            return self.define(dtype, false, level, stage, &text);
         }
         if by_lane && self.lane_stride(position) == Some(1) {
             let at = self.index_text(position, false);
@@ -247,14 +256,14 @@ impl Writer<'_> {
                 dtype,
                 true,
                 level,
-                0,
+                stage,
                 &format!("v_uniform_f32({arguments}, {at})"),
             );
         }
         if by_lane && let Some(stride) = self.lane_stride(position) {
             let at = self.index_text(position, false);
             let text = format!("v_uniform_f32_at({arguments}, set_i64({at}) + iota_i64() * {stride})");
-            return self.define(dtype, true, level, 0, &text);
+            return self.define(dtype, true, level, stage, &text);
         }
         let name = self.fresh("g");
         let n = self.mode.count(self.lanes);
@@ -262,9 +271,15 @@ impl Writer<'_> {
         let text = each(&format!("({})", self.index_text(position, true)));
         self.line(
             level,
-            0,
+            stage,
             format!("{ty} {name}[KILN_LANES] = {{0}}; for (int l = 0; l < {n}; l++) {name}[l] = {text};"),
         );
-        self.define(dtype, true, level, 0, &format!("ld_{}({name})", dtype.compute()))
+        self.define(
+            dtype,
+            true,
+            level,
+            stage,
+            &format!("ld_{}({name})", dtype.compute()),
+        )
     }
 }

@@ -21,6 +21,9 @@ const MAX_CHUNKS: usize = 16;
 /// Most kernel elements along the width: each has two accumulators.
 const MAX_WIDTH: usize = 7;
 
+/// Kernel elements that reach a place, listed on a thread's stack.
+const MOST_PLACES: usize = 4096;
+
 /// Whether the convolution is depthwise in two dimensions.
 fn fits(g: &Geometry) -> bool {
     let flat = g.kernel[0] == 1 && g.input[0] == 1 && g.output[0] == 1 && g.pad[0] == 0;
@@ -152,6 +155,10 @@ pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa
     let lanes = vector::lanes(isa);
     let [_, ky, kx] = g.kernel;
     let (channels, taps) = (g.in_channels, g.taps());
+    let most = g.windows_of_a_place(1) * g.windows_of_a_place(2);
+    if most > MOST_PLACES {
+        return None;
+    }
     let padded = round_up(channels, lanes);
     let [_, height, width] = g.input;
     // Offsets are from the gradient's image; the channel comes last.
@@ -185,7 +192,7 @@ pub(super) fn input_gradient(spec: &ConvSpec<'_>, direction: Direction, isa: Isa
     };
     let body = format!(
         "const int64_t image = unit / {height}, y = unit % {height};\nfor (int64_t x = 0; x < {width}; x++) {{\n    /* Kernel elements that reach this place, and what \
-         they are multiplied with. */\n    int64_t from[{taps}], element[{taps}], count = 0;\n    for (int64_t ty = 0; ty < {ky}; ty++) {{\n{}        for (int64_t tx = 0; \
+         they are multiplied with. */\n    int64_t from[{most}], element[{most}], count = 0;\n    for (int64_t ty = 0; ty < {ky}; ty++) {{\n{}        for (int64_t tx = 0; \
          tx < {kx}; tx++) {{\n{}            from[count] = y0 * {} + x0 * {};\n            element[count++] = (ty * {kx} + tx) * {padded};\n        }}\n    }}\n    int64_t c = \
          0;\n        for (; c + {lanes} <= {channels}; c += {lanes}) {{\n            vf sum = {{0}};\n            for (int64_t e = 0; e < count; e++) sum = \
          vf_fma(vf_load({base} + from[e]), vf_load(weights + element[e] + c), sum);\n{}        }}\n{rest}}}\n",

@@ -356,6 +356,7 @@ fn places(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize) -> String {
     } else {
         String::new()
     };
+    let most: usize = (0..3).map(|d| g.windows_of_a_place(d)).product();
     let reached = |axis: &str, d: usize| {
         format!(
             "const int64_t {axis}1 = {axis} + {} - t{axis} * {}, {axis}0 = {axis}1 / {stride};\nif ({axis}1 < 0 || {axis}1 % {stride} != 0 || {axis}0 >= {}) continue;\n",
@@ -368,7 +369,7 @@ fn places(spec: &ConvSpec<'_>, sizes: &Sizes, lanes: usize) -> String {
     let [depth, height, width] = g.output;
     let body = format!(
         "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = {number}, z = {z}, y = {y}, x = {x};\n    /* The columns of windows that are this place. \
-         */\n    const float *from[{taps}];\n    int64_t count = 0, c = 0;\n    for (int64_t tz = 0; tz < {kz}; tz++) {{\n{}        for (int64_t ty = 0; ty < {ky}; ty++) \
+         */\n    const float *from[{most}];\n    int64_t count = 0, c = 0;\n    for (int64_t tz = 0; tz < {kz}; tz++) {{\n{}        for (int64_t ty = 0; ty < {ky}; ty++) \
          {{\n{}            for (int64_t tx = 0; tx < {kx}; tx++) {{\n{}                const int64_t pixel = ((image * {depth} + z0) * {height} + y0) * {width} + \
          x0;\n                from[count++] = (const float *)args->workspace + pixel * {} + (tz * {ky} + ty) * {kx} + tx;\n            }}\n        }}\n    }}\n{vectors}    for (; c \
          < {channels}; c++) {{\n        float sum = 0.0f;\n        for (int64_t e = 0; e < count; e++) sum += from[e][c * {taps}];\n{}    }}\n}}\n",

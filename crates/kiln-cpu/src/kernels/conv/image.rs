@@ -178,8 +178,9 @@ fn row_source(image: &Image<'_>, request: &Request<'_>, function: &str, strides:
     let edges = if zero_all {
         format!("__builtin_memset(row, 0, {} * sizeof({real}));\n", strides[2])
     } else {
-        let left = (before[2] + first).max(0) * channels as i64;
-        let right = (before[2] + last).max(0) * channels as i64;
+        // Windows may all lie in the padding on one side: then no element of the row has a place.
+        let left = ((before[2] + first).max(0) * channels as i64).min(strides[2]);
+        let right = ((before[2] + last).max(0) * channels as i64).clamp(left, strides[2]);
         format!(
             "__builtin_memset(row, 0, {left} * sizeof({real}));\n__builtin_memset(row + {right}, 0, {} * \
              sizeof({real}));\n",

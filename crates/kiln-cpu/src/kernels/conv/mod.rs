@@ -89,6 +89,12 @@ impl Geometry {
         self.kernel.iter().product()
     }
 
+    /// How many windows a place of the input is in at most, along dimension `d`.
+    pub(super) fn windows_of_a_place(&self, d: usize) -> usize {
+        let windows = (self.kernel[d] - 1) * self.dilation[d] / self.stride[d] + 1;
+        windows.min(self.kernel[d]).min(self.output[d])
+    }
+
     /// Input channels of a group.
     pub fn group_in(&self) -> usize {
         self.in_channels / self.groups

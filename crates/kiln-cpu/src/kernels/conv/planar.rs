@@ -18,6 +18,8 @@ use crate::policy::SERIAL_CONVOLUTION;
 /// Most kernel elements of which each has instructions of its own: those of 7 x 7. The gradient of a
 /// depthwise transposed convolution is one with a kernel as large as the image.
 const UNROLLED: usize = 64;
+/// Elements of a window whose sums a thread keeps on its stack.
+const MOST_SUMS: usize = 16 << 10;
 
 /// Whether a convolution is depthwise over planes.
 fn fits(g: &Geometry, image: &Image<'_>) -> bool {
@@ -172,7 +174,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let frame = spec.frame();
     let (name, params) = (frame.name, frame.params);
     let (g, input, output_grad, consume) = (&spec.geometry, &spec.input, &spec.output_grad, &spec.consume);
-    if !fits(g, input) || !fits(g, output_grad) {
+    if !fits(g, input) || !fits(g, output_grad) || g.taps() > MOST_SUMS {
         return None;
     }
     let lanes = vector::lanes(isa);

@@ -24,6 +24,8 @@ use crate::policy::{SMALL_WEIGHT, WEIGHT_GRADIENT_L2};
 
 /// Channels whose gradients are brought into order at a time.
 const ORDER_BLOCK: usize = 64;
+/// Sums that a thread brings into order on its stack.
+const MOST_IN_ORDER: usize = 16 << 10;
 
 /// The two images, as tiles read them.
 pub(super) struct Images {
@@ -391,17 +393,29 @@ pub(super) fn consume_rows(spec: &WeightGradSpec<'_>, element: &str, sums_at: us
     let (g, consume) = (&spec.geometry, &spec.consume);
     let (real, vf) = spec.storage.element().ctypes();
     let (taps, group_in) = (g.taps(), g.group_in());
-    let block = ORDER_BLOCK.min(group_in);
     let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 12);
     let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 12);
+    let block = ORDER_BLOCK.min(group_in) * taps;
+    // A thread has the sums of whole channels in order at a time, or of a part of a large window.
+    let (some, each) = if block <= MOST_IN_ORDER {
+        let each = format!(
+            "for (int64_t c = block / {taps}; c < block_end / {taps}; c++)\n    for (int64_t t = 0; t < {taps}; t++) *to++ = {element};\n"
+        );
+        (block, each)
+    } else {
+        let each = format!(
+            "for (int64_t e = block; e < block_end; e++) {{\n    const int64_t c = e / {taps}, t = e % {taps};\n    *to++ = {element};\n}}\n"
+        );
+        (MOST_IN_ORDER, each)
+    };
     let body = format!(
-        "const {real} *sums = (const {real} *)(args->workspace + {sums_at});\n(void)sums;\n{real} row[{}];\nfor (int64_t o = begin; o < end; o++)\n    for \
-         (int64_t block = 0; block < {group_in}; block += {block}) {{\n        const int64_t block_end = block + {block} < {group_in} ? block + {block} : \
-         {group_in};\n        {real} *to = row;\n        for (int64_t c = block; c < block_end; c++)\n            for (int64_t t = 0; t < {taps}; t++) *to++ = \
-         {element};\n        const int64_t from = (o * {group_in} + block) * {taps}, count = (block_end - block) * {taps};\n        int64_t i = 0;\n        for (; \
-         i + {lanes} <= count; i += {lanes}) {{\n            {vf} sum = {vf}_load(row + i);\n{vector}        }}\n        for (; i < count; i++) {{\n            {real} \
-         sum = row[i];\n{scalar}        }}\n    }}\n",
-        block * taps
+        "const {real} *sums = (const {real} *)(args->workspace + {sums_at});\n(void)sums;\n{real} row[{some}];\nfor (int64_t o = begin; o < end; o++)\n    for \
+         (int64_t block = 0; block < {all}; block += {some}) {{\n        const int64_t block_end = block + {some} < {all} ? block + {some} : {all};\n        {real} \
+         *to = row;\n{}        const int64_t from = o * {all} + block, count = block_end - block;\n        int64_t i = 0;\n        for (; i + {lanes} <= count; i += \
+         {lanes}) {{\n            {vf} sum = {vf}_load(row + i);\n{vector}        }}\n        for (; i < count; i++) {{\n            {real} sum = \
+         row[i];\n{scalar}        }}\n    }}\n",
+        indent(&each, 8),
+        all = group_in * taps,
     );
     spec.frame()
         .part("Sums in the order of the weight.", "finish", &body)

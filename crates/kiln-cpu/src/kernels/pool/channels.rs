@@ -14,6 +14,9 @@ use crate::kernels::frame::Frame;
 use crate::kernels::{KernelText, Param, Width, indent};
 use crate::policy::SERIAL_POOLING;
 
+/// Windows that contain a place and are looked up together on a thread's stack.
+const MOST_WINDOWS: usize = 4096;
+
 /// A tensor in memory: a C pointer and strides in elements (image, depth, height, width, channel).
 #[derive(Debug, Clone)]
 pub struct Memory {
@@ -346,6 +349,10 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     if !by_channel || g.only_padding() || g.input[0] * g.input[1] > most {
         return None;
     }
+    let windows_of_a_place = g.windows_of_a_place(0) * g.windows_of_a_place(1);
+    if windows_of_a_place > MOST_WINDOWS {
+        return None;
+    }
     let [height, width] = g.input;
     let (grads, places) = (spec.input.at("0", "0"), indices.memory.at("0", "0"));
     let sum = |width| {
@@ -369,32 +376,37 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
         )
     };
     // Windows in the order of their places in the result.
-    let reached = |axis: &str, d: usize| {
-        format!(
-            "const int64_t {axis}1 = {axis} + {} - t{axis} * {}, {axis}0 = {axis}1 / {stride};\nif ({axis}1 < 0 || {axis}1 % {stride} != 0 || {axis}0 >= {}) continue;\n",
-            g.pad_low[d],
-            g.dilation[d],
-            g.output[d],
-            stride = g.stride[d]
-        )
-    };
     let windows = format!(
-        "/* The windows that contain this place: where their gradients and indices are. */\nint64_t from[{taps}], where[{taps}], count = 0;\nfor (int64_t ty = {}; ty >= \
-         0; ty--) {{\n{}    for (int64_t tx = {}; tx >= 0; tx--) {{\n{}        from[count] = y0 * {} + x0 * {};\n        where[count++] = y0 * {} + x0 * {};\n    }}\n}}\nconst \
-         int32_t place = (int32_t)(y * {width} + x);\n",
-        g.window[0] - 1,
-        indent(&reached("y", 0), 4),
-        g.window[1] - 1,
-        indent(&reached("x", 1), 8),
+        "/* The windows that contain this place: where their gradients and indices are. */\nint64_t from[{windows_of_a_place}], where[{windows_of_a_place}], count = \
+         0;\n{}{}        from[count] = y0 * {} + x0 * {};\n        where[count++] = y0 * {} + x0 * {};\n    }}\n}}\nconst int32_t place = (int32_t)(y * {width} + x);\n",
+        each_window(g, "y", 0, true),
+        indent(&each_window(g, "x", 1, true), 4),
         spec.input.strides[2],
         spec.input.strides[3],
         indices.memory.strides[2],
         indices.memory.strides[3],
-        taps = g.window[0] * g.window[1],
     );
     let body = lines(g.input, g.channels, lanes, &windows, sum);
     let elements = g.images * g.channels * (height * width + g.output[0] * g.output[1]);
     Some(kernel(spec, "", &body, g.images * height, elements))
+}
+
+/// The head of a loop over the windows `{axis}0` that contain the place `axis`, by its element `t{axis}` of
+/// the window, from the last or from the first: only those that may.
+fn each_window(g: &PoolGeometry, axis: &str, d: usize, is_last_first: bool) -> String {
+    let (pad, dilation, stride) = (g.pad_low[d], g.dilation[d], g.stride[d]);
+    let beyond = (g.output[d] - 1) * stride;
+    let order = match is_last_first {
+        true => format!("t{axis} = t{axis}_to; t{axis} >= t{axis}_from; t{axis}--"),
+        false => format!("t{axis} = t{axis}_from; t{axis} <= t{axis}_to; t{axis}++"),
+    };
+    format!(
+        "const int64_t t{axis}_to = ({axis} + {pad}) / {dilation} < {last} ? ({axis} + {pad}) / {dilation} : {last};\nconst int64_t t{axis}_from = {axis} + {pad} > {beyond} ? \
+         ({axis} + {pad} - {beyond} + {}) / {dilation} : 0;\nfor (int64_t {order}) {{\n    const int64_t {axis}1 = {axis} + {pad} - t{axis} * {dilation}, {axis}0 = {axis}1 / \
+         {stride};\n    if ({axis}1 % {stride} != 0) continue;\n",
+        dilation - 1,
+        last = g.window[d] - 1,
+    )
 }
 
 fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> KernelText {
@@ -402,22 +414,11 @@ fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> KernelTex
     let each = |width| {
         let (ty, zero) = spec.register(width);
         format!(
-            "{ty} sum = {zero};\nfor (int64_t ty = 0; ty < {}; ty++) {{\n    const int64_t y1 = y + {} - ty * {}, y0 = y1 / {sy};\n    if (y1 < 0 || y1 % \
-             {sy} != 0 || y0 >= {}) continue;\n    for (int64_t tx = 0; tx < {}; tx++) {{\n        const int64_t x1 = x + {} - tx * {}, x0 = x1 / \
-             {sx};\n        if (x1 < 0 || x1 % {sx} != 0 || x0 >= {}) continue;\n        sum += {} / ({name}_count_y[y0] * {name}_count_x[x0]);\n    \
-             }}\n}}\n{}\n",
-            g.window[0],
-            g.pad_low[0],
-            g.dilation[0],
-            g.output[0],
-            g.window[1],
-            g.pad_low[1],
-            g.dilation[1],
-            g.output[1],
+            "{ty} sum = {zero};\n{}{}        sum += {} / ({name}_count_y[y0] * {name}_count_x[x0]);\n    }}\n}}\n{}\n",
+            each_window(g, "y", 0, false),
+            indent(&each_window(g, "x", 1, false), 4),
             spec.load(width, "y0", "x0"),
             spec.store(width, "y", "x", "sum"),
-            sy = g.stride[0],
-            sx = g.stride[1],
         )
     };
     let body = lines(g.input, g.channels, lanes, "", each);

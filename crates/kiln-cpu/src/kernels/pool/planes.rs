@@ -13,6 +13,9 @@ use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_POOLING;
 
+/// Elements of a window for each of which code is written out.
+const UNROLLED: usize = 64;
+
 /// The result of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PoolKind {
@@ -79,6 +82,38 @@ pub struct PoolSpec<'a> {
 impl PoolGeometry {
     fn span(&self, d: usize) -> usize {
         (self.window[d] - 1) * self.dilation[d]
+    }
+
+    /// How many windows a place of the input is in at most, along dimension `d`.
+    pub(super) fn windows_of_a_place(&self, d: usize) -> usize {
+        let windows = self.span(d) / self.stride[d] + 1;
+        windows.min(self.window[d]).min(self.output[d])
+    }
+
+    /// Whether code for each element of a window is written out.
+    pub fn is_unrolled(&self) -> bool {
+        self.window[0] * self.window[1] <= UNROLLED
+    }
+
+    /// `each` for the elements of the window: given the offset of an element in a slab of rows so long, and
+    /// in the input.
+    fn each_element(&self, pitch: usize, each: impl Fn(&str, &str) -> String) -> String {
+        let [height, width] = self.window;
+        let [down, across] = self.dilation;
+        if self.is_unrolled() {
+            let elements = (0..height).flat_map(|ty| (0..width).map(move |tx| (ty * down, tx * across)));
+            return elements
+                .map(|(y, x)| each(&(y * pitch + x).to_string(), &(y * self.input[1] + x).to_string()))
+                .collect();
+        }
+        let offset = |pitch: usize| format!("(ty * {} + tx * {across})", down * pitch);
+        format!(
+            "for (int64_t ty = 0; ty < {height}; ty++)\n    for (int64_t tx = 0; tx < {width}; tx++) {{\n{}    }}\n",
+            indent(
+                &each(&offset(pitch), &format!("(int32_t){}", offset(self.input[1]))),
+                8
+            )
+        )
     }
 
     /// Places of the window at output `o` along dimension `d`, as offsets from the first input element.
@@ -285,25 +320,20 @@ pub fn forward(spec: PoolSpec<'_>, isa: Isa) -> KernelText {
     let [height, width] = g.output;
     let memory = PlaneMemory::forward(spec.kind, g, lanes);
     let slab = memory.slab.as_ref().expect("forward poolings have a slab");
-    let mut each = String::new();
-    for ty in 0..g.window[0] {
-        for tx in 0..g.window[1] {
-            let offset = ty * g.dilation[0] * slab.pitch + tx * g.dilation[1];
-            let element = spaced(
-                &format!("at + x * {} + {offset}", g.stride[1]),
-                g.stride[1],
-                lanes,
-            );
-            each.push_str(&match spec.kind {
-                PoolKind::Mean { .. } => format!("sum += {element};\n"),
-                PoolKind::Max => format!(
-                    "{{\n    const vf element = {element};\n    const vi better = (element > sum) | ((element != element) & (sum == sum));\n    sum \
-                     = vf_select(better, element, sum);\n    index = vi_select(better, place + {}, index);\n}}\n",
-                    ty * g.dilation[0] * g.input[1] + tx * g.dilation[1]
-                ),
-            });
+    let each = g.each_element(slab.pitch, |offset, number| {
+        let element = spaced(
+            &format!("at + x * {} + {offset}", g.stride[1]),
+            g.stride[1],
+            lanes,
+        );
+        match spec.kind {
+            PoolKind::Mean { .. } => format!("sum += {element};\n"),
+            PoolKind::Max => format!(
+                "{{\n    const vf element = {element};\n    const vi better = (element > sum) | ((element != element) & (sum == sum));\n    sum \
+                 = vf_select(better, element, sum);\n    index = vi_select(better, place + {number}, index);\n}}\n"
+            ),
         }
-    }
+    });
     let (tables, start, end) = match spec.kind {
         PoolKind::Max => (
             table("int32_t", "first_y", &g.firsts(0), 0, "") + &table("int32_t", "first_x", &g.firsts(1), lanes, "-1"),
@@ -422,13 +452,9 @@ fn mean_grad(spec: &PoolSpec<'_>, count_padding: bool, lanes: usize) -> KernelTe
         &spec.params,
         lanes,
     );
-    let mut each = String::new();
-    for ty in 0..g.window[0] {
-        for tx in 0..g.window[1] {
-            let offset = ty * g.dilation[0] * slab.pitch + tx * g.dilation[1];
-            each.push_str(&format!("sum += vf_load(at + x + {offset});\n"));
-        }
-    }
+    let each = g.each_element(slab.pitch, |offset, _| {
+        format!("sum += vf_load(at + x + {offset});\n")
+    });
     let body = format!(
         "{}_fill(args, image, channel, slab);\nfor (int64_t y = 0; y < {height}; y++) {{\n    const float *at = slab + y * {};\n    /* What a vector writes \
          past the end of its row, the next row overwrites. */\n    for (int64_t x = 0; x < {width}; x += {lanes}) {{\n        vf sum = {{0}};\n{}        \
