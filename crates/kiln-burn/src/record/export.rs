@@ -85,6 +85,27 @@ pub enum StepExportError {
         "the function leaves a tensor behind that it does not return, such as a running statistic: an exported function has no state"
     )]
     Kept,
+    /// One tensor is two inputs of the call, so the recording does not say which of them each operation
+    /// reads.
+    #[error(
+        "inputs {first} and {second} are one tensor in the call that is exported, so the step does not tell them apart: \
+         call it with two tensors (`let copy = x.clone() * 1.0`) until it is replayed, and export it then, or take one input"
+    )]
+    SameInput {
+        /// The number of the input.
+        first: usize,
+        /// That of the other.
+        second: usize,
+    },
+    /// An input was the same tensor at each call, so the program may hold it as well.
+    #[error(
+        "input {input} was the same tensor at each call, and the closure may hold that tensor as well, as a constant: \
+         call the step with other tensors there until it is replayed, and export it then"
+    )]
+    Pinned {
+        /// The number of the input.
+        input: usize,
+    },
     /// The element type of a tensor is one that graphs do not have.
     #[error("{name} is of a type that compiled steps do not have")]
     ElementType {
@@ -169,6 +190,10 @@ pub fn export(
     folder: &Path,
 ) -> Result<(), StepExportError> {
     let (step, bindings) = (replay.step(), replay.bindings());
+    distinct(fresh)?;
+    if let Some(input) = bindings.pinned.iter().position(Option::is_some) {
+        return Err(StepExportError::Pinned { input });
+    }
     let graph: &Graph = &step.graph;
     let mut states = States::default();
     let place = |states: &mut States, place: usize| {
@@ -240,6 +265,16 @@ pub fn export(
         streams: replay.random_operations() as u64,
     };
     cpu::export(&exported, options, folder)
+}
+
+/// Refuses inputs of which two are one tensor.
+fn distinct(fresh: &[TensorIr]) -> Result<(), StepExportError> {
+    for (second, ir) in fresh.iter().enumerate() {
+        if let Some(first) = fresh[..second].iter().position(|earlier| earlier.id == ir.id) {
+            return Err(StepExportError::SameInput { first, second });
+        }
+    }
+    Ok(())
 }
 
 /// The tensors of a call's input, by number.

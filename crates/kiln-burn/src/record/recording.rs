@@ -14,6 +14,7 @@ mod hoist;
 
 use std::sync::Arc;
 
+use burn_backend::Shape;
 use burn_ir::{OperationIr, ScalarIr, TensorId, TensorIr, TensorStatus};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -157,6 +158,19 @@ impl Recorded {
         let mut source = sources.get(position).cloned().unwrap_or_default();
         source.full_precision |= self.full_precision.contains(&(position as u32));
         source
+    }
+
+    /// The shapes of the float tensors that outlive the recording, beside those of these ids.
+    pub fn kept_besides(&self, ids: &[&[TensorId]]) -> Vec<Shape> {
+        let known: FxHashSet<TensorId> = ids.iter().copied().flatten().copied().collect();
+        let outputs = self.output_ids.iter().copied();
+        let kept: FxHashSet<TensorId> = outputs.filter(|id| !known.contains(id)).collect();
+        if kept.is_empty() {
+            return Vec::new();
+        }
+        let results = self.operations.iter().flat_map(|operation| operation.outputs());
+        let kept = results.filter(|ir| ir.dtype.is_float() && kept.contains(&ir.id));
+        kept.map(|ir| ir.shape.clone()).collect()
     }
 
     /// The GPU that the step runs on: that of its tensors; none if they are all the host's.

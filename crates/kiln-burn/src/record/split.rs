@@ -63,8 +63,6 @@ pub struct SplitStep {
     results: Vec<TensorIr>,
     gradients: Vec<TensorIr>,
     reached: Vec<Vec<bool>>,
-    /// Number of operations of the recording.
-    operations: usize,
 }
 
 /// A tensor of a trace, by position.
@@ -162,17 +160,10 @@ impl SplitRegion {
         gradients: &[TensorId],
         tangents: &[TensorId],
     ) -> Result<Arc<SplitStep>, Error> {
-        let places: Vec<Option<Place>> = gradients
-            .iter()
-            .chain(tangents)
-            .map(|&id| place(recorded, id))
-            .collect();
+        let places = places(recorded, gradients, tangents);
         let mut compiled = self.compiled();
         let Compiled { steps, recompiles } = &mut *compiled;
-        let known = steps
-            .iter()
-            .find(|step| step.places == places && step.guard.accepts(recorded));
-        if let Some(step) = known {
+        if let Some(step) = steps.iter().find(|step| step.fits(recorded, &places)) {
             return Ok(step.clone());
         }
         let nearest = steps.iter().max_by_key(|step| step.guard.agreement(recorded));
@@ -212,13 +203,11 @@ impl SplitRegion {
         self.compiled().steps.len()
     }
 
-    /// Whether some forward pass was compiled from a trace of so many operations. If not, the trace is a new
-    /// one.
-    pub fn has_length(&self, operations: usize) -> bool {
-        self.compiled()
-            .steps
-            .iter()
-            .any(|step| step.operations == operations)
+    /// Whether the forward pass of this trace was compiled before.
+    pub fn knows(&self, recorded: &Recorded, gradients: &[TensorId], tangents: &[TensorId]) -> bool {
+        let places = places(recorded, gradients, tangents);
+        let compiled = self.compiled();
+        compiled.steps.iter().any(|step| step.fits(recorded, &places))
     }
 
     /// A report on what was compiled and why, for people.
@@ -252,6 +241,11 @@ fn reached(recorded: &Recorded, from: TensorId, gradients: &[TensorId]) -> Vec<b
         }
     }
     gradients.iter().map(|id| following.contains(id)).collect()
+}
+
+fn places(recorded: &Recorded, gradients: &[TensorId], tangents: &[TensorId]) -> Vec<Option<Place>> {
+    let ids = gradients.iter().chain(tangents);
+    ids.map(|&id| place(recorded, id)).collect()
 }
 
 fn place(recorded: &Recorded, id: TensorId) -> Option<Place> {
@@ -352,8 +346,11 @@ impl SplitStep {
                 .iter()
                 .map(|&tangent| reached(recorded, tangent, gradients))
                 .collect(),
-            operations: recorded.operations.len(),
         })
+    }
+
+    fn fits(&self, recorded: &Recorded, places: &[Option<Place>]) -> bool {
+        self.places == places && self.guard.accepts(recorded)
     }
 
     /// For tangent `index`, whether each gradient follows from it. The other gradients are those of inputs

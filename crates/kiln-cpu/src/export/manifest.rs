@@ -122,7 +122,7 @@ pub(super) fn readme(step: &ExportedStep<'_>) -> String {
         "# The step `{}`\n\n\
          `step.so` holds a compiled training step that keeps its own state. `step.h` declares its functions, `manifest.json` describes its tensors, and \
          `state.safetensors` has the state after {} steps. It needs a C library with threads and nothing else. It was compiled for the processor that it was exported on; \
-         another one that lacks some instructions is told so by `kiln_open`.\n\n\
+         `kiln_open` refuses another one that lacks some of its instructions, if it is an x86-64; elsewhere nothing is checked.\n\n\
          Inputs of a call, in this order, row-major:\n\n{inputs}\n\
          Results, in this order:\n\n{results}\n\
          {rate} {last}\n\n\

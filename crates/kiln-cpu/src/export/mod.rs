@@ -27,6 +27,9 @@ use crate::target::CpuTarget;
 /// The session: it keeps the state, computes the numbers and calls the step.
 const SESSION: &str = include_str!("session.c");
 
+/// The instructions that the session looks for before it runs any of them.
+const PROCESSOR: &str = include_str!("processor.h");
+
 /// The functions of an exported step.
 const HEADER: &str = include_str!("step.h");
 
@@ -189,6 +192,7 @@ pub fn write(
     let tables = tables::text(step, &compiled, target.threads);
     let mut sources = compiled.code.clone();
     sources.push(SourceFile::new("session.c", SESSION));
+    sources.push(SourceFile::new("processor.h", PROCESSOR));
     sources.push(SourceFile::new("step.h", HEADER));
     sources.push(SourceFile::new("tables.h", tables));
     let built = toolchain.build(&sources, build)?;
@@ -229,5 +233,87 @@ const fn safetensors_name(dtype: DType) -> &'static str {
         DType::U16 => "U16",
         DType::U8 => "U8",
         DType::Bool => "BOOL",
+    }
+}
+
+#[cfg(all(test, target_arch = "x86_64", target_os = "linux"))]
+mod tests {
+    use std::process::Command;
+
+    use super::PROCESSOR;
+
+    /// Macros that compilers define, the names in the message, and those in `/proc/cpuinfo`.
+    const FEATURES: [(&str, &str, &str); 22] = [
+        ("__SSSE3__", "ssse3", "ssse3"),
+        ("__SSE4_2__", "sse4.2", "sse4_2"),
+        ("__MOVBE__", "movbe", "movbe"),
+        ("__POPCNT__", "popcnt", "popcnt"),
+        ("__F16C__", "f16c", "f16c"),
+        ("__LZCNT__", "lzcnt", "abm"),
+        ("__XOP__", "xop", "xop"),
+        ("__BMI__", "bmi", "bmi1"),
+        ("__BMI2__", "bmi2", "bmi2"),
+        ("__AVX__", "avx", "avx"),
+        ("__AVX2__", "avx2", "avx2"),
+        ("__AVX512F__", "avx512f", "avx512f"),
+        ("__AVX512BW__", "avx512bw", "avx512bw"),
+        ("__AVX512VNNI__", "avx512vnni", "avx512_vnni"),
+        ("__AVX512BF16__", "avx512bf16", "avx512_bf16"),
+        ("__AVX512FP16__", "avx512fp16", "avx512_fp16"),
+        ("__AVX512VPOPCNTDQ__", "avx512vpopcntdq", "avx512_vpopcntdq"),
+        ("__AVX512BITALG__", "avx512bitalg", "avx512_bitalg"),
+        ("__GFNI__", "gfni", "gfni"),
+        ("__VAES__", "vaes", "vaes"),
+        ("__VPCLMULQDQ__", "vpclmulqdq", "vpclmulqdq"),
+        ("__AVXVNNI__", "avxvnni", "avx_vnni"),
+    ];
+
+    /// What the kernel says that the processor has, the session does not miss, and the other way round.
+    #[test]
+    fn missing_instructions_are_named() {
+        let Ok(text) = std::fs::read_to_string("/proc/cpuinfo") else {
+            return;
+        };
+        let flags = text.lines().find_map(|line| line.strip_prefix("flags"));
+        let flags: Vec<&str> = flags.unwrap_or_default().split_whitespace().collect();
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str| folder.path().join(name);
+        let main = "int main(void) { char missing[1024] = \"\"; missing_features(missing); puts(missing); return 0; }";
+        let source = format!("#include <stdio.h>\n#include \"processor.h\"\n{main}\n");
+        std::fs::write(file("processor.h"), PROCESSOR).unwrap();
+        std::fs::write(file("main.c"), source).unwrap();
+        for compiler in ["cc", "gcc-12", "clang-14", "clang-16", "clang-19"] {
+            for all in [true, false] {
+                let macros = FEATURES
+                    .iter()
+                    .filter(|_| all)
+                    .map(|(name, ..)| format!("-D{name}=1"));
+                let built = Command::new(compiler)
+                    .args(["-Wall", "-Wextra", "-Werror", "-march=x86-64", "-o"])
+                    .args([file("main"), file("main.c")])
+                    .args(macros)
+                    .output();
+                let Ok(built) = built else {
+                    eprintln!("not tested: {compiler}");
+                    break;
+                };
+                assert!(
+                    built.status.success(),
+                    "{compiler}: {}",
+                    String::from_utf8_lossy(&built.stderr)
+                );
+                let output = Command::new(file("main")).output().unwrap();
+                let found = String::from_utf8(output.stdout).unwrap();
+                let found: Vec<&str> = found.split_whitespace().collect();
+                for (_, name, flag) in FEATURES {
+                    let is_missing = all && !flags.contains(&flag);
+                    assert_eq!(
+                        found.contains(&name),
+                        is_missing,
+                        "{compiler}: {name} of {found:?}"
+                    );
+                }
+            }
+        }
     }
 }

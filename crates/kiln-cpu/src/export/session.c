@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "kiln_runtime.h"
+#include "processor.h"
 #include "step.h"
 
 enum argument_kind { SOURCE_STATE, SOURCE_INPUT };
@@ -45,6 +46,8 @@ struct kiln_session {
     void *spare[OUTPUTS + 1];
     /* For each argument: memory of its own where it cannot be read in place. */
     void *staged[ARGUMENTS + 1];
+    /* For each result that is a state or an input: memory that keeps it during a run where the run may write into its own. */
+    void *kept[RESULTS + 1];
     void *arena;
     uint64_t steps, seed, stream;
     struct pool *pool;
@@ -364,71 +367,6 @@ PUBLIC int kiln_save(kiln_session *session, const char *path) {
     return done ? KILN_DONE : FAIL(session, KILN_WRITE, "%s cannot be written: is the disk full, or the folder not yours?", path);
 }
 
-/* ---- the processor ---- */
-
-/* The names of vector instructions that this file was compiled with and the processor lacks. Compiled for any processor. */
-#if defined(__x86_64__)
-#define NEEDED(name) if (!__builtin_cpu_supports(name)) strcat(strcat(missing, " "), name);
-__attribute__((noinline, target("arch=x86-64"))) static void missing_features(char *missing) {
-    __builtin_cpu_init();
-#ifdef __SSE4_2__
-    NEEDED("sse4.2")
-#endif
-#ifdef __POPCNT__
-    NEEDED("popcnt")
-#endif
-#ifdef __AVX__
-    NEEDED("avx")
-#endif
-#ifdef __AVX2__
-    NEEDED("avx2")
-#endif
-#ifdef __FMA__
-    NEEDED("fma")
-#endif
-#ifdef __BMI__
-    NEEDED("bmi")
-#endif
-#ifdef __BMI2__
-    NEEDED("bmi2")
-#endif
-#ifdef __AVX512F__
-    NEEDED("avx512f")
-#endif
-#ifdef __AVX512DQ__
-    NEEDED("avx512dq")
-#endif
-#ifdef __AVX512BW__
-    NEEDED("avx512bw")
-#endif
-#ifdef __AVX512VL__
-    NEEDED("avx512vl")
-#endif
-#ifdef __AVX512CD__
-    NEEDED("avx512cd")
-#endif
-#ifdef __AVX512IFMA__
-    NEEDED("avx512ifma")
-#endif
-#ifdef __AVX512VBMI__
-    NEEDED("avx512vbmi")
-#endif
-#ifdef __AVX512VBMI2__
-    NEEDED("avx512vbmi2")
-#endif
-#ifdef __AVX512VNNI__
-    NEEDED("avx512vnni")
-#endif
-#ifdef __AVX512BF16__
-    NEEDED("avx512bf16")
-#endif
-}
-#define ANY_PROCESSOR __attribute__((target("arch=x86-64")))
-#else
-static void missing_features(char *missing) { (void)missing; }
-#define ANY_PROCESSOR
-#endif
-
 /* ---- sessions ---- */
 
 static int prepare(kiln_session *session, const char *state, int threads) {
@@ -462,10 +400,11 @@ static kiln_session *open_here(const char *state, int threads, char *message, si
 }
 
 PUBLIC ANY_PROCESSOR kiln_session *kiln_open(const char *state, int threads, char *message, size_t size) {
-    char missing[256] = "";
+    char missing[1024] = "";
     missing_features(missing);
     if (missing[0]) {
-        fail(message, size, KILN_STATE, "this step was compiled for a processor with%s, which this one lacks: export it on this machine", missing);
+        /* Not by `fail`, which is compiled for the other processor. */
+        if (message && size) snprintf(message, size, "this step was compiled for a processor with%s, which this one lacks: export it on this machine", missing);
         return NULL;
     }
     return open_here(state, threads, message, size);
@@ -477,6 +416,7 @@ PUBLIC void kiln_close(kiln_session *session) {
     for (int i = 0; i < STATES; i++) free(session->states[i]);
     for (int i = 0; i < OUTPUTS; i++) free(session->spare[i]);
     for (int i = 0; i < ARGUMENTS; i++) free(session->staged[i]);
+    for (int i = 0; i < RESULTS; i++) free(session->kept[i]);
     free(session->arena);
     free(session);
 }
@@ -558,13 +498,39 @@ static void move_on(kiln_session *session, void *const *made) {
         if (before[state] && before[state] != session->states[state] && !is_state(session, before[state])) free(before[state]);
 }
 
+static int overlap(const void *one, size_t bytes, const void *other, size_t others) {
+    uintptr_t a = (uintptr_t)one, b = (uintptr_t)other;
+    return one && other && a < b + others && b < a + bytes;
+}
+
+/* Whether the step may write into this memory while it reads: it is that of a state, which a caller has from kiln_state, or was that of one. */
+static int is_written(const kiln_session *session, const void *memory, size_t bytes) {
+    for (int i = 0; i < STATES; i++)
+        if (overlap(memory, bytes, session->states[i], states[i].bytes)) return 1;
+    for (int i = 0; i < OUTPUTS; i++)
+        if (overlap(memory, bytes, session->spare[i], outputs[i].bytes)) return 1;
+    return 0;
+}
+
 /* Where the step reads argument `i`; NULL if there is no memory for a copy. */
 static void *place(kiln_session *session, int i, const void *const *inputs) {
     const struct argument *it = &arguments[i];
     const void *given = it->from == SOURCE_INPUT ? inputs[it->index] : session->states[it->index];
-    if (!it->copied && (uintptr_t)given % ALIGNMENT == 0) return (void *)given;
+    int own = it->from == SOURCE_INPUT && is_written(session, given, it->bytes);
+    if (!it->copied && !own && (uintptr_t)given % ALIGNMENT == 0) return (void *)given;
     if (!session->staged[i] && !(session->staged[i] = allocate(it->bytes))) return NULL;
-    return memcpy(session->staged[i], given, it->bytes);
+    return memmove(session->staged[i], given, it->bytes);
+}
+
+/* What result `i` is, a state or an input: a copy if the step or another result is written there; NULL if there is no memory for one. */
+static const void *pass(kiln_session *session, int i, const void *const *inputs, void *const *results) {
+    size_t bytes = taken[i].bytes;
+    const void *given = taken[i].from == TAKEN_INPUT ? inputs[taken[i].index] : session->states[taken[i].index];
+    int written = is_written(session, given, bytes);
+    for (int j = 0; j < RESULTS; j++) written |= j != i && overlap(results[j], taken[j].bytes, given, bytes);
+    if (!written) return given;
+    if (!session->kept[i] && !(session->kept[i] = allocate(bytes))) return NULL;
+    return memcpy(session->kept[i], given, bytes);
 }
 
 PUBLIC int kiln_run(kiln_session *session, double learning_rate, const void *const *inputs, void *const *results) {
@@ -580,9 +546,11 @@ PUBLIC int kiln_run(kiln_session *session, double learning_rate, const void *con
         else if (!(out[i] = session->spare[i]) && !(out[i] = session->spare[i] = allocate(outputs[i].bytes)))
             return FAIL(session, KILN_MEMORY, "no memory for the outputs");
     }
+    /* The results are written after the step, because they may lie in the memory of its inputs. */
+    const void *passed[RESULTS + 1];
     for (int i = 0; i < RESULTS; i++)
-        if (taken[i].from == TAKEN_STATE) memcpy(results[i], session->states[taken[i].index], taken[i].bytes);
-        else if (taken[i].from == TAKEN_INPUT) memmove(results[i], inputs[taken[i].index], taken[i].bytes);
+        if (taken[i].from != TAKEN_OUTPUT && !(passed[i] = pass(session, i, inputs, results)))
+            return FAIL(session, KILN_MEMORY, "no memory for the results");
     for (int i = 0; i < 2 * CHECKS; i++) out[OUTPUTS + i] = extremes[i];
     kiln_runtime runtime = {session->pool, parallel_for, session->pool->threads, NULL, call_extern};
     int found = kiln_step(&runtime, (void *const *)in, out, session->arena, bits);
@@ -593,8 +561,7 @@ PUBLIC int kiln_run(kiln_session *session, double learning_rate, const void *con
                     (unsigned long long)check->extent, check->where);
     }
     if (found) return FAIL(session, KILN_STATE, "the step calls an operation that is not part of it");
-    for (int i = 0; i < RESULTS; i++)
-        if (taken[i].from == TAKEN_OUTPUT) memcpy(results[i], out[taken[i].index], taken[i].bytes);
+    for (int i = 0; i < RESULTS; i++) memmove(results[i], taken[i].from == TAKEN_OUTPUT ? out[taken[i].index] : passed[i], taken[i].bytes);
     move_on(session, out);
     session->steps++;
     session->stream += STREAMS;

@@ -38,10 +38,12 @@ enum {
 };
 
 /* Loads the state of a file that was exported or saved; with NULL the state is all zeros, for steps that have none. `threads` is at least 1; more than
- * the step was compiled for (the manifest's `threads`) count as that many. NULL if that fails, with the reason in `message` (of `size` bytes). */
+ * the step was compiled for (the manifest's `threads`) count as that many. NULL if that fails, with the reason in `message` (of `size` bytes). An x86-64
+ * processor that lacks instructions of the step is refused; on others nothing is checked, so run it on such a one as it was exported on. */
 kiln_session *kiln_open(const char *state, int threads, char *message, size_t size);
 
-/* Runs the step once: reads the inputs, writes the results and moves the state on. */
+/* Runs the step once: reads the inputs, writes the results and moves the state on. An input may be what kiln_state returns, and a result may lie in the
+ * memory of an input. Results must not lie in each other's memory, nor in that of a state. */
 int kiln_run(kiln_session *session, double learning_rate, const void *const *inputs, void *const *results);
 
 /* How many steps were run, those before the export included. */

@@ -25,13 +25,18 @@ const MOST_CALLS: usize = 1 << 17;
 /// Calls that are rehearsed at each of the other learning rates.
 const SAMPLED_CALLS: usize = 12;
 
-/// A sequence has settled when this part of it, at its end, is one number. A number like `1 - beta^t` stays
-/// on one value for no more than 7 % of its way before it reaches its limit: `ln 3` of `24 ln 2` time
-/// constants.
-const SETTLED_PART: usize = 8;
+/// A number stays for good when it was the same for this part of all calls since the training began. In f32,
+/// a number like `1 - beta^t` stays on one value for no more than 7 % of its way before it reaches its limit:
+/// `ln 3` of `24 ln 2` time constants.
+const SETTLED_PART: u64 = 8;
 
-/// Shortest sequence that can be said to have settled.
-const SHORTEST: usize = 256;
+/// Fewest and most calls that decide it. How many calls there were before the training was resumed is not
+/// known here, and the last value of `1 - 0.999^t` before its limit stays for 1,100 calls.
+const SETTLED_CALLS: (usize, usize) = (1 << 12, 1 << 16);
+
+/// Fewest calls for a number of f32 that is a little below 1, as that last value is: with 0.9999, it stays
+/// for 11,000.
+const SETTLED_CALLS_NEAR_ONE: usize = 1 << 14;
 
 /// Why a training step was not exported.
 #[derive(Debug, thiserror::Error)]
@@ -80,12 +85,13 @@ where
     /// state, `state.safetensors`, and a `README.md` that shows how to call it. It runs on the CPU, draws
     /// the random numbers that this process would draw next, and computes the same bits.
     ///
-    /// The step must be replayed, which it is from the third call on. The step itself is not affected by
-    /// the export.
+    /// The step must be replayed, which it is from the third call on, with the tensors of its input changing
+    /// from call to call. The step itself is not affected by the export.
     ///
     /// # Errors
     ///
-    /// If the step is not replayed, calls operations that are not compiled, or the folder cannot be written.
+    /// If the step is not replayed, its input has one tensor twice or the same tensor at each call, it calls
+    /// operations that are not compiled, or the folder cannot be written.
     pub fn export(&mut self, folder: impl AsRef<Path>) -> Result<(), ExportError> {
         let rate = self.rate.unwrap_or_default();
         let Some(replayed) = self.variants.replayed(rate, &mut self.trained) else {
@@ -124,49 +130,63 @@ where
         ..Numbers::default()
     };
     let mut here = calls(rehearsal, &plan.updates, rate);
-    let first = rehearsed(&mut here, SAMPLED_CALLS)?;
     let others = [0.5 * rate, 3.0 * rate, 1e-3, 0.017, 1.0].map(|rate| {
         let sample = rehearsed(&mut calls(rehearsal, &plan.updates, rate), SAMPLED_CALLS);
         sample.map(|sample| (rate, sample))
     });
-    let others: Vec<(LearningRate, Vec<Vec<ScalarIr>>)> = others.into_iter().collect::<Option<_>>()?;
-    let mut kinds = Vec::with_capacity(first[0].len());
-    let mut moving = Vec::new();
-    for column in 0..first[0].len() {
-        let of =
-            |sample: &[Vec<ScalarIr>]| -> Vec<ScalarIr> { sample.iter().map(|row| row[column]).collect() };
-        let values = of(&first);
-        let moves = values.iter().any(|value| *value != values[0]);
-        let follows_rate = others.iter().any(|(_, sample)| of(sample) != values);
+    let others: Vec<Sample> = others.into_iter().collect::<Option<_>>()?;
+    let kinds = classify(&mut here, &others, &mut numbers)?;
+    let expanded = rehearsal.for_all(&kinds);
+    numbers.of.extend(expanded);
+    Some(numbers)
+}
+
+/// A learning rate, and the numbers of the first calls with it.
+type Sample = (LearningRate, Vec<Vec<ScalarIr>>);
+
+/// The kind of each number of `rows`, which are those of the calls from the export on at `numbers.rate`. Adds
+/// their sequences to `numbers`, and notes there whether they are right for that rate only. None if there are
+/// few rows.
+fn classify(
+    rows: &mut impl Iterator<Item = Vec<ScalarIr>>,
+    others: &[Sample],
+    numbers: &mut Numbers,
+) -> Option<Vec<Number>> {
+    let rate = numbers.rate;
+    let first = rehearsed(rows, SAMPLED_CALLS)?;
+    let Columns { columns, ended } = follow(first.iter().cloned().chain(rows), first[0].len(), numbers.steps);
+    let mut kinds = Vec::with_capacity(columns.len());
+    // Where nothing moves and the rehearsal ended, one sequence says where.
+    let mut has_end = !ended || columns.iter().any(Column::moves);
+    for (column, followed) in columns.into_iter().enumerate() {
+        let value = first[0][column];
+        let follows_rate = others.iter().any(|(_, sample)| {
+            let mut pairs = sample.iter().zip(&first);
+            pairs.any(|(other, row)| other[column] != row[column])
+        });
         let fitted = || {
             fit(
                 rate,
-                values[0],
+                value,
                 others.iter().map(|(rate, sample)| (*rate, sample[0][column])),
             )
         };
-        kinds.push(match (moves, follows_rate) {
-            (false, false) => Number::Fixed(values[0]),
-            (false, true) => match fitted() {
-                Some(number) => number,
-                None => {
-                    numbers.is_rate_fixed = true;
-                    Number::Fixed(values[0])
-                }
-            },
+        kinds.push(match (followed.moves() || !has_end, follows_rate) {
+            (false, false) => Number::Fixed(value),
+            (false, true) => fitted().unwrap_or_else(|| {
+                numbers.is_rate_fixed = true;
+                Number::Fixed(value)
+            }),
             (true, follows_rate) => {
-                if follows_rate {
-                    numbers.is_rate_fixed = true;
-                }
-                moving.push((column, values));
-                Number::Sequence(moving.len() - 1)
+                numbers.is_rate_fixed |= follows_rate;
+                has_end = true;
+                let settles = !ended && followed.has_settled(numbers.steps);
+                numbers.sequences.push((followed.into_sequence(settles), settles));
+                Number::Sequence(numbers.sequences.len() - 1)
             }
         });
     }
-    let expanded = rehearsal.for_all(&kinds);
-    numbers.of.extend(expanded);
-    numbers.sequences = sequences(moving, &mut here);
-    Some(numbers)
+    Some(kinds)
 }
 
 /// The optimizer's numbers at the next calls, one row a call; ends where they cannot be foretold, or the
@@ -221,40 +241,200 @@ fn fit(
     })
 }
 
-/// Continues with the columns that change until all have settled, or cannot be predicted any further.
-fn sequences(
-    moving: Vec<(usize, Vec<ScalarIr>)>,
-    rows: &mut impl Iterator<Item = Vec<ScalarIr>>,
-) -> Vec<(Vec<ScalarIr>, bool)> {
-    if moving.is_empty() {
-        return Vec::new();
+/// One number at all calls that were rehearsed.
+struct Column {
+    /// Its values, up to the last one that differs from the one before.
+    values: Vec<ScalarIr>,
+    /// For how many calls it has had the last of them.
+    equal: usize,
+}
+
+impl Column {
+    fn push(&mut self, value: ScalarIr) {
+        match self.values.last() {
+            Some(&last) if last != value => {
+                self.values.extend(std::iter::repeat_n(last, self.equal - 1));
+                self.values.push(value);
+                self.equal = 1;
+            }
+            Some(_) => self.equal += 1,
+            None => {
+                self.values.push(value);
+                self.equal = 1;
+            }
+        }
     }
-    let (columns, mut sequences): (Vec<usize>, Vec<Vec<ScalarIr>>) = moving.into_iter().unzip();
-    // How many of the last entries are one number.
-    let mut equal = vec![1; columns.len()];
-    let settled = |equal: usize, length: usize| length >= SHORTEST && equal >= length / SETTLED_PART;
-    while sequences[0].len() < MOST_CALLS {
-        let length = sequences[0].len();
-        if equal.iter().all(|&equal| settled(equal, length)) {
+
+    fn moves(&self) -> bool {
+        self.values.len() > 1
+    }
+
+    /// Whether the last value stays, if the first was that of the call after `steps` others.
+    fn has_settled(&self, steps: u64) -> bool {
+        let calls = steps.saturating_add((self.values.len() + self.equal) as u64);
+        let (fewest, most) = match self.values.last() {
+            Some(ScalarIr::Float(value)) if is_near_one(*value) => (SETTLED_CALLS_NEAR_ONE, SETTLED_CALLS.1),
+            _ => SETTLED_CALLS,
+        };
+        let needed = usize::try_from(calls / SETTLED_PART).unwrap_or(most);
+        self.equal >= needed.clamp(fewest, most)
+    }
+
+    /// The values; if the last one `settles`, it is there once.
+    fn into_sequence(self, settles: bool) -> Vec<ScalarIr> {
+        let mut values = self.values;
+        if let (false, Some(&last)) = (settles, values.last()) {
+            values.extend(std::iter::repeat_n(last, self.equal - 1));
+        }
+        values
+    }
+}
+
+/// Whether a number is one of the last 16 of f32 below 1.
+fn is_near_one(value: f64) -> bool {
+    let below = 1.0 - value;
+    below > 0.0 && below < f64::from(f32::EPSILON) * 8.5 && f64::from(value as f32) == value
+}
+
+/// All numbers.
+struct Columns {
+    columns: Vec<Column>,
+    /// Whether the calls end because the next one cannot be foretold.
+    ended: bool,
+}
+
+/// Follows `count` numbers through `rows` until all have settled, or cannot be predicted any further. A
+/// number that does not move is followed as long: it may stay on one value for thousands of calls and move
+/// then.
+fn follow(mut rows: impl Iterator<Item = Vec<ScalarIr>>, count: usize, steps: u64) -> Columns {
+    let empty = || Column {
+        values: Vec::new(),
+        equal: 0,
+    };
+    let mut columns: Vec<Column> = std::iter::repeat_with(empty).take(count).collect();
+    for _ in 0..MOST_CALLS {
+        if columns.iter().all(|column| column.has_settled(steps)) {
             break;
         }
         let Some(row) = rows.next() else {
-            return sequences.into_iter().map(|sequence| (sequence, false)).collect();
+            return Columns { columns, ended: true };
         };
-        for ((&column, sequence), equal) in columns.iter().zip(&mut sequences).zip(&mut equal) {
-            *equal = match sequence.last() == Some(&row[column]) {
-                true => *equal + 1,
-                false => 1,
-            };
-            sequence.push(row[column]);
+        for (column, value) in columns.iter_mut().zip(row) {
+            column.push(value);
         }
     }
-    let ended = sequences.into_iter().zip(equal).map(|(mut sequence, equal)| {
-        let settles = settled(equal, sequence.len());
-        if settles {
-            sequence.truncate(sequence.len() - equal + 1);
+    Columns {
+        columns,
+        ended: false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RATE: LearningRate = 0.01;
+
+    /// A number that never moves, the learning rate, and the corrections of Adam in f32, as Burn computes
+    /// them.
+    fn adam(from: i32, rate: LearningRate) -> impl Iterator<Item = Vec<ScalarIr>> {
+        let correction = |beta: f32, step: i32| ScalarIr::Float(f64::from(1.0 - beta.powi(step)));
+        let row = move |step: i32| {
+            let fixed = [ScalarIr::Float(1e-8), ScalarIr::Float(rate)];
+            [fixed, [correction(0.9, step), correction(0.999, step)]].concat()
+        };
+        (from + 1..).map(row)
+    }
+
+    fn classified(
+        from: i32,
+        known_steps: u64,
+        rows: impl Fn(LearningRate) -> Box<dyn Iterator<Item = Vec<ScalarIr>>>,
+    ) -> (Vec<Number>, Numbers) {
+        let mut numbers = Numbers {
+            rate: RATE,
+            steps: known_steps,
+            ..Numbers::default()
+        };
+        let sample = |rate| (rate, rehearsed(&mut rows(rate), SAMPLED_CALLS).unwrap());
+        let others = [0.005, 0.03, 1e-3, 1.0].map(sample);
+        let kinds = classify(&mut rows(RATE), &others, &mut numbers);
+        (
+            kinds.unwrap_or_else(|| panic!("exported at step {from}")),
+            numbers,
+        )
+    }
+
+    /// What the exported step has at call `index` from the export on; none after the last one.
+    fn at(kind: &Number, numbers: &Numbers, index: usize) -> Option<ScalarIr> {
+        match *kind {
+            Number::Fixed(value) => Some(value),
+            Number::Rate { offset, factor } => Some(ScalarIr::Float(offset + factor * RATE)),
+            Number::Sequence(sequence) => {
+                let (values, settles) = &numbers.sequences[sequence];
+                let last = settles.then(|| values.last()).flatten();
+                values.get(index).or(last).copied()
+            }
         }
-        (sequence, settles)
-    });
-    ended.collect()
+    }
+
+    #[test]
+    fn numbers_that_are_on_a_plateau_at_the_export_move_later() {
+        // From some 12,000 steps on `1 - 0.999^t` stays on one value for more calls than are sampled, and
+        // from 17,300 on for good. A resumed training does not know of the steps before.
+        for from in [
+            0, 40, 11_000, 12_500, 14_000, 15_500, 16_500, 17_200, 18_000, 60_000,
+        ] {
+            for known_steps in [from as u64, 3] {
+                let (kinds, numbers) = classified(from, known_steps, |rate| Box::new(adam(from, rate)));
+                for (index, row) in adam(from, RATE).take(30_000).enumerate() {
+                    for (kind, &value) in kinds.iter().zip(&row) {
+                        assert_eq!(
+                            at(kind, &numbers, index),
+                            Some(value),
+                            "{kind:?} {index} after {from}"
+                        );
+                    }
+                }
+                assert!(matches!(kinds[0], Number::Fixed(_)), "{kinds:?}");
+                assert!(matches!(kinds[1], Number::Rate { .. }), "{kinds:?}");
+                assert!(!numbers.is_rate_fixed);
+            }
+        }
+    }
+
+    /// A longer plateau, of a training that was resumed there.
+    #[test]
+    fn numbers_next_to_their_limit_are_followed_longer() {
+        let correction = |step: i32| vec![ScalarIr::Float(f64::from(1.0 - 0.9999_f32.powi(step)))];
+        for from in [158_000, 163_000] {
+            let (kinds, numbers) = classified(from, 3, |_| Box::new((from + 1..).map(correction)));
+            for (index, row) in (from + 1..).map(correction).take(30_000).enumerate() {
+                assert_eq!(
+                    at(&kinds[0], &numbers, index),
+                    Some(row[0]),
+                    "{index} after {from}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn numbers_end_where_they_cannot_be_foretold() {
+        let (kinds, numbers) = classified(0, 0, |rate| Box::new(adam(0, rate).take(5000)));
+        let (values, settles) = &numbers.sequences[0];
+        assert_eq!(
+            (values.len(), *settles, numbers.sequences.len()),
+            (5000, false, 2),
+            "{kinds:?}"
+        );
+        // Nothing moves, and yet the step must end.
+        let still = |rate: LearningRate| vec![ScalarIr::Float(rate), ScalarIr::Float(0.5)];
+        let (kinds, numbers) = classified(0, 0, |rate| Box::new(std::iter::repeat_n(still(rate), 3000)));
+        assert_eq!(
+            kinds.iter().filter_map(|kind| at(kind, &numbers, 3000)).count(),
+            1,
+            "{kinds:?}"
+        );
+    }
 }

@@ -114,8 +114,13 @@ fn write_batches(path: &Path, numbers: std::ops::Range<usize>) {
 
 /// The C program, built in `folder` against the exported step.
 fn c_program(folder: &Path) -> PathBuf {
-    let program = folder.join("train");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/export/train.c");
+    c_program_of(folder, &source)
+}
+
+/// A C program against the exported step in `folder`.
+fn c_program_of(folder: &Path, source: &Path) -> PathBuf {
+    let program = folder.join("train");
     let built = Command::new("cc")
         .args(["-Wall", "-Wextra", "-Werror", "-I"])
         .arg(folder)
@@ -586,4 +591,166 @@ fn an_operation_in_c_is_exported() {
             .arg(folder.path().join("saved")),
     );
     assert_eq!(found.unwrap(), expected);
+}
+
+/// A program that runs the step once with inputs of `SIZE` equal elements, the numbers of its arguments. It
+/// prints the first element of each result.
+const ONCE: &str = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include "step.h"
+int main(int count, char **words) {
+    char message[512];
+    kiln_session *session = kiln_open(words[1], 2, message, sizeof message);
+    if (!session || count != 2 + KILN_INPUTS) return puts(message), 1;
+    static float in[KILN_INPUTS][SIZE], out[KILN_RESULTS][SIZE];
+    const void *inputs[KILN_INPUTS];
+    void *results[KILN_RESULTS];
+    for (int i = 0; i < KILN_INPUTS; i++) {
+        for (int j = 0; j < SIZE; j++) in[i][j] = (float)atof(words[2 + i]);
+        inputs[i] = in[i];
+    }
+    for (int i = 0; i < KILN_RESULTS; i++) results[i] = RESULT(i);
+    if (kiln_run(session, 0.0, inputs, results)) return puts(kiln_message(session)), 1;
+    for (int i = 0; i < KILN_RESULTS; i++) printf("%d\n", (int)*(float *)results[i]);
+    kiln_close(session);
+    return 0;
+}
+"#;
+
+/// What [`ONCE`] prints for the step in `folder`, with results at `result`, a C expression of `i`.
+fn once(folder: &Path, result: &str, numbers: &[i32]) -> Vec<u32> {
+    let source = folder.join("once.c");
+    let head = format!("#define SIZE 4\n#define RESULT(i) ({result})\n");
+    std::fs::write(&source, head + ONCE).unwrap();
+    let numbers = numbers.iter().map(i32::to_string);
+    let mut program = Command::new(c_program_of(folder, &source));
+    losses(program.arg(folder.join("state.safetensors")).args(numbers)).unwrap()
+}
+
+/// An example may have one tensor twice, or one that the function captures.
+#[test]
+fn each_tensor_of_an_example_is_an_input() {
+    type T = Tensor<Kiln, 1>;
+    let device = KilnDevice::cpu();
+    let folder = tempfile::tempdir().unwrap();
+    let (twice, captured) = (folder.path().join("twice"), folder.path().join("captured"));
+    let example = T::ones([4], &device) * 7.0;
+    let function = kiln::compile_fn(|(x, y): (T, T)| x * 2.0 - y);
+    let result = function
+        .export((example.clone(), example.clone()), &twice)
+        .unwrap();
+    assert_eq!(result.into_data().to_vec::<f32>().unwrap(), [7.0; 4]);
+    assert_eq!(once(&twice, "out[i]", &[10, 3]), [17]);
+    let weight = example.clone();
+    let function = kiln::compile_fn(move |x: T| x * 2.0 - weight.clone());
+    function.export(example, &captured).unwrap();
+    assert_eq!(once(&captured, "out[i]", &[10]), [13]);
+}
+
+/// A result may lie in the memory of an input that the step still reads, or that is another result.
+#[test]
+fn results_may_lie_in_the_memory_of_inputs() {
+    type T = Tensor<Kiln, 1>;
+    let device = KilnDevice::cpu();
+    let folder = tempfile::tempdir().unwrap();
+    let function = kiln::compile_fn(|(x, y): (T, T)| (y.clone(), x.clone(), x * 2.0 - y));
+    let example = (T::ones([4], &device), T::zeros([4], &device));
+    let _ = function.export(example, folder.path()).unwrap();
+    let inputs_first = "i < KILN_INPUTS ? in[i] : out[i]";
+    assert_eq!(once(folder.path(), inputs_first, &[10, 3]), [3, 10, 17]);
+    assert_eq!(once(folder.path(), "out[i]", &[10, 3]), [3, 10, 17]);
+}
+
+/// A training step in which one tensor is two inputs, or the same one at each call, would take a part of what
+/// it is given for something else.
+#[test]
+fn inputs_that_cannot_be_told_apart_are_refused() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 5);
+    let loss = |model: &Linear<B>, (x, y): (Tensor<B, 2>, Tensor<B, 2>)| {
+        (model.forward(x) - y).powf_scalar(2.0).mean()
+    };
+    let model = LinearConfig::new(4, 4).init::<B>(&device);
+    let mut step = TrainStep::new(model, SgdConfig::new().init(), loss)
+        .with_backend(CompileBackend::Cpu)
+        .build()
+        .unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let drawn = || Tensor::<B, 2>::random([3, 4], Distribution::Default, &device);
+    for _ in 0..4 {
+        let x = drawn();
+        let _ = step.step(0.1, (x.clone(), x)).unwrap();
+    }
+    let error = step.export(folder.path().join("twice")).unwrap_err().to_string();
+    assert!(error.contains("inputs 0 and 1 are one tensor"), "{error}");
+    let always = drawn();
+    for _ in 0..4 {
+        let _ = step.step(0.1, (drawn(), always.clone())).unwrap();
+    }
+    let error = step.export(folder.path().join("always")).unwrap_err().to_string();
+    assert!(
+        error.contains("input 1 was the same tensor at each call"),
+        "{error}"
+    );
+    for _ in 0..4 {
+        let _ = step.step(0.1, (drawn(), drawn())).unwrap();
+    }
+    step.export(folder.path().join("distinct")).unwrap();
+}
+
+/// A state that a caller passes as an input is read as it was before the run, which overwrites it.
+#[test]
+fn a_state_may_be_an_input() {
+    let device = KilnDevice::cpu();
+    <Kiln as Backend>::seed(&device, 1);
+    let loss = |model: &Linear<B>, x: Tensor<B, 2>| {
+        let y = model.forward(x.clone());
+        (
+            (y.clone() * y).mean(),
+            (x.clone().matmul(model.weight.val()) + x.clone(), x),
+        )
+    };
+    let model = LinearConfig::new(64, 64).with_bias(false).init::<B>(&device);
+    let mut step = TrainStep::new(model, SgdConfig::new().init(), loss)
+        .build()
+        .unwrap();
+    for _ in 0..4 {
+        let x = Tensor::<B, 2>::random([64, 64], Distribution::Default, &device);
+        let _ = step.step(1.0, x).unwrap();
+    }
+    let folder = tempfile::tempdir().unwrap();
+    step.export(folder.path()).unwrap();
+    let source = folder.path().join("state.c");
+    let text = r#"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "step.h"
+enum { BYTES = 64 * 64 * 4 };
+static void *trained(const char *path, int copied) {
+    char message[512];
+    kiln_session *session = kiln_open(path, 1, message, sizeof message);
+    char *all = calloc(5, BYTES);
+    void *results[KILN_RESULTS];
+    for (int i = 0; i < KILN_RESULTS; i++) results[i] = all + i * BYTES;
+    const void *inputs[KILN_INPUTS] = {kiln_state(session, 0)};
+    if (copied) inputs[0] = memcpy(all + 3 * BYTES, inputs[0], BYTES);
+    if (kiln_run(session, 1.0, inputs, results)) puts(kiln_message(session));
+    memcpy(all + 4 * BYTES, kiln_state(session, 0), BYTES);
+    memset(all + 3 * BYTES, 0, BYTES);
+    kiln_close(session);
+    return all;
+}
+int main(int count, char **words) {
+    return count != 2 || KILN_STATES != 1 || memcmp(trained(words[1], 0), trained(words[1], 1), 5 * BYTES) ? 3 : 0;
+}
+"#;
+    std::fs::write(&source, text).unwrap();
+    let mut program = Command::new(c_program_of(folder.path(), &source));
+    let status = program
+        .arg(folder.path().join("state.safetensors"))
+        .status()
+        .unwrap();
+    assert_eq!(status.code(), Some(0));
 }

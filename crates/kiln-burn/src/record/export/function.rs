@@ -5,7 +5,9 @@ use std::path::Path;
 use burn_ir::{TensorId, TensorIr};
 use kiln_cpu::export::{ArgumentSource, ExportedStep, NamedTensor, ResultSource};
 
-use super::{Number, Numbers, States, StepExportError, elements, named_inputs, number_sources, of_state};
+use super::{
+    Number, Numbers, States, StepExportError, distinct, elements, named_inputs, number_sources, of_state,
+};
 use crate::execute::cpu;
 use crate::options::CompileOptions;
 use crate::random;
@@ -32,6 +34,7 @@ pub fn export_function(
     if run.outputs.iter().any(|output| !results.contains(output)) {
         return Err(StepExportError::Kept);
     }
+    distinct(fresh)?;
     let (step, graph) = (&run.step, &*run.step.graph);
     let number = |id: TensorId| fresh.iter().position(|ir| ir.id == id);
     let mut states = States::default();
