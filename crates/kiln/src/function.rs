@@ -4,14 +4,15 @@
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
+use burn_backend::ops::FloatTensorOps;
 use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn_tensor::{Tensor, TensorPrimitive};
-use kiln_burn::record::{SplitRegion, export_function, session};
+use kiln_burn::record::{BreakReason, SplitRegion, export_function, session};
 use kiln_burn::{CompileBackend, CompileOptions, CompiledRegion, Error, RegionReport};
 
 use crate::explain::Explain;
-use crate::input::{StepInput, inspect};
-use crate::tracked::{self, Called, Collect, Leaves};
+use crate::input::{KilnTensor, StepInput, TensorMap, inspect};
+use crate::tracked::{self, Called, Collect, Leaves, TrackedTensor, Tracking};
 use crate::train::{ExportError, TrainBackend};
 
 /// Compiles a function, most often a forward pass:
@@ -144,9 +145,10 @@ impl<F> CompiledFn<F> {
 
     /// Calls the function twice, because a first call may draw parameters that were never used before, and
     /// writes it to a folder, as [`crate::TrainStep::export`] does with a training step: `kiln_run` then
-    /// computes it without Kiln. Tensors that the function captures, such as a model's parameters, and
-    /// numbers that it computes on the host are constants of the exported function. Returns the result of
-    /// the second call.
+    /// computes it without Kiln. It is called on copies of the example's tensors, so each of them is an input
+    /// of its own, also if one was passed twice or the function captures it. Tensors that the function
+    /// captures, such as a model's parameters, and numbers that it computes on the host are constants of the
+    /// exported function. Returns the result of the second call.
     ///
     /// ```no_run
     /// # use burn_tensor::Tensor;
@@ -174,6 +176,11 @@ impl<F> CompiledFn<F> {
     {
         if session::is_nested() {
             return Err(ExportError::Nothing);
+        }
+        let mut copies = Copies(None);
+        let example = example.map(&mut copies);
+        if let Some(error) = copies.0 {
+            return Err(error.into());
         }
         let (fresh, _) = inspect(&example);
         self.region.run(|| (self.function)(example.clone()))?;
@@ -321,6 +328,32 @@ const READS: &str = "the function reads a value (or calls `kiln::disable`), and 
      gradients; move that out of it";
 const CAPTURES: &str = "the function captures tensors that are trained; pass them as arguments, or the \
      module as the model of `call_with`, or detach them (`no_grad`) if they are not trained";
+
+/// Copies the tensors that it is shown, which share their elements; or has the error of the first that has
+/// none.
+struct Copies(Option<Error>);
+
+impl TensorMap for Copies {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        // A copy beside the original: its status is read-only, so this is no last use.
+        match session::fetch(&tensor.clone().into_ir(), BreakReason::Read) {
+            Ok(elements) => tensor.client.adopt(elements),
+            Err(error) => {
+                self.0.get_or_insert(error);
+                tensor
+            }
+        }
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        let is_tracked = tensor.is_tracked();
+        let copy = tracked::untracked(self.tensor(tracked::inner(tensor)));
+        match is_tracked {
+            true => Tracking::float_set_require_grad(copy, true),
+            false => copy,
+        }
+    }
+}
 
 /// The tracked parameters of a module, in order.
 struct Parameters(Collect);

@@ -69,6 +69,8 @@ pub fn init() {
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
+        // Where standard error is closed there is nobody to tell, and telling panics.
+        .log_internal_errors(false)
         .try_init();
 }
 

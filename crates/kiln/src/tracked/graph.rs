@@ -76,7 +76,13 @@ impl Places {
         let depth = depth_of_tokens(&inputs);
         let leaf = |input: &TrackedTensor| {
             let root = Tracking::float_set_require_grad(untracked(inner(input.clone())), true);
-            stand_in(&root, depth)
+            let mut leaf = stand_in(&root, depth);
+            // What a function does with a parameter and with what follows from one is not the same: a
+            // detached parameter is another one.
+            if let Some(node) = Arc::get_mut(&mut leaf.node) {
+                node.requirement = input.node.requirement;
+            }
+            leaf
         };
         Self {
             leaves: inputs.iter().map(leaf).collect(),
@@ -200,19 +206,41 @@ struct Join {
     inside: Arc<Inside>,
 }
 
-/// Numbers of the nodes that a trace made and that are no part of the program's graph.
-#[derive(Debug)]
-struct Inside {
+/// Nodes of a trace: a gradient that reaches one of them goes no further.
+#[derive(Debug, Default)]
+pub(super) struct Inside {
+    /// Numbers of leaves and results.
+    own: Vec<u64>,
+    /// The numbers that were given during the trace, to other threads, too.
     all: Range<u64>,
     /// Parameters that were drawn in the trace.
     except: Vec<u64>,
+    /// Shapes of tensors that the function kept elsewhere.
+    kept: Vec<Shape>,
+}
+
+impl Inside {
+    pub(super) fn new(own: Vec<u64>, kept: Vec<Shape>) -> Self {
+        Self {
+            own,
+            kept,
+            ..Self::default()
+        }
+    }
 }
 
 impl Join {
     fn take(&self, gradients: &mut Gradients) -> Option<KilnTensor> {
         match &self.source {
             Source::Compiled(shared, index) => shared.gradient(*index),
-            Source::Leaf(leaf) => gradients.remove::<Kiln>(leaf),
+            // Burn's backward pass goes on to an input that follows from others, and asks for its gradient.
+            Source::Leaf(leaf) => gradients.remove::<Kiln>(leaf).or_else(|| {
+                let follows = !Tracking::float_is_require_grad(leaf);
+                follows.then(|| {
+                    let value = inner(leaf.clone());
+                    value.client.zeros(value.shape(), value.dtype())
+                })
+            }),
         }
     }
 
@@ -229,15 +257,24 @@ impl Join {
             state.shapes[0].clone()
         };
         let mut probe = untracked(like);
-        for value in self.inside.all.clone() {
-            if self.inside.except.contains(&value) {
-                continue;
-            }
+        let Inside {
+            own,
+            all,
+            except,
+            kept,
+        } = &*self.inside;
+        // Burn does not say whose a number is: one that another thread gave has a gradient of its own.
+        let others = all
+            .clone()
+            .filter(|value| !kept.is_empty() && !except.contains(value));
+        for value in own.iter().copied().chain(others) {
             if let Some(node) = Arc::get_mut(&mut probe.node) {
                 node.id = NodeId { value };
             }
+            let gradient = gradients.get::<Kiln>(&probe);
+            let is_stray = |gradient: KilnTensor| own.contains(&value) || kept.contains(&gradient.shape());
             assert!(
-                gradients.get::<Kiln>(&probe).is_none(),
+                !gradient.is_some_and(is_stray),
                 "a tensor that a compiled function kept elsewhere is part of a loss, and its gradient \
                  would be lost: return the tensor from the function"
             );
@@ -412,15 +449,16 @@ pub(super) struct Attach<'a> {
 }
 
 impl<'a> Attach<'a> {
-    pub(super) fn new(places: &'a Places, call: Call) -> Self {
+    pub(super) fn new(places: &'a Places, mut inside: Inside, call: Call) -> Self {
+        let leaves = places.leaves.iter().map(|leaf| leaf.node.id.value);
+        inside.own.extend(leaves);
+        inside.all = places.first()..NodeId::new().value;
+        inside.except = call.inputs.iter().map(|input| input.node.id.value).collect();
         Self {
             places,
             token: token(&places.inputs[0]),
             depth: depth_of_tokens(&call.inputs),
-            inside: Arc::new(Inside {
-                all: places.first()..NodeId::new().value,
-                except: call.inputs.iter().map(|input| input.node.id.value).collect(),
-            }),
+            inside: Arc::new(inside),
             call,
             next: 0,
         }
@@ -485,10 +523,7 @@ impl<'a> Link<'a> {
         Self {
             token: token(&places.inputs[0]),
             // The trace's operations are part of the program's graph here.
-            inside: Arc::new(Inside {
-                all: 0..0,
-                except: Vec::new(),
-            }),
+            inside: Arc::new(Inside::default()),
             places,
         }
     }

@@ -15,6 +15,7 @@ mod captured;
 pub(crate) mod graph;
 
 use burn_autodiff::Autodiff;
+use burn_autodiff::grads::Gradients;
 use burn_backend::backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{AutodiffBackend, TensorMetadata};
@@ -23,8 +24,7 @@ use kiln_burn::record::{Recorded, SplitRegion, Traced, position};
 use kiln_burn::{CompiledRegion, Error, Kiln};
 
 use crate::input::{KilnTensor, StepInput, TensorMap};
-use captured::Captured;
-use graph::{Attach, Call, Link, Place, Places};
+use graph::{Attach, Call, Inside, Link, Place, Places};
 
 pub(crate) type Tracking = Autodiff<Kiln>;
 
@@ -70,6 +70,22 @@ impl TensorMap for Collect {
     }
 }
 
+/// Collects the ids of all tensors that it is shown.
+#[derive(Default)]
+struct Ids(Vec<TensorId>);
+
+impl TensorMap for Ids {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        self.0.push(id(&tensor));
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        self.0.push(id(&inner(tensor.clone())));
+        tensor
+    }
+}
+
 /// Puts the leaves of a trace in the place of the tracked tensors, in order.
 pub(crate) struct Leaves(std::vec::IntoIter<TrackedTensor>);
 
@@ -106,7 +122,10 @@ struct Trace<R> {
     tangents: Vec<KilnTensor>,
     /// For each leaf, its gradient; none if no output depends on it.
     gradients: Vec<Option<KilnTensor>>,
-    captured: Vec<Captured>,
+    /// The other gradients, if there are any: those of captured leaves.
+    rest: Option<Gradients>,
+    /// Numbers of the nodes of the outputs.
+    nodes: Vec<u64>,
     /// Number of tensors that the forward pass reads.
     reads: usize,
     /// Whether the gradients were recorded.
@@ -120,11 +139,7 @@ fn is_cut() -> bool {
 
 /// Runs `function` on leaves in the place of its tracked tensors, and differentiates it if that read no
 /// value.
-fn differentiate<R: StepInput>(
-    split: &SplitRegion,
-    places: &Places,
-    function: impl FnOnce(&mut Leaves) -> R,
-) -> Trace<R> {
+fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leaves) -> R) -> Trace<R> {
     let result = function(&mut Leaves(places.leaves.clone().into_iter()));
     let (result, tracked) = tracked_tensors(result);
     let mut trace = Trace {
@@ -132,7 +147,8 @@ fn differentiate<R: StepInput>(
         outputs: Vec::new(),
         tangents: Vec::new(),
         gradients: vec![None; places.leaves.len()],
-        captured: Vec::new(),
+        rest: None,
+        nodes: Vec::new(),
         reads: position().map_or(0, |position| position.inputs),
         differentiated: false,
     };
@@ -145,6 +161,7 @@ fn differentiate<R: StepInput>(
         if !matches!(places.of(&output), Place::Output) {
             continue;
         }
+        trace.nodes.push(output.node.id.value);
         let value = inner(output.clone());
         let tangent = value.client.zeros(value.shape(), value.dtype());
         let weighted = Tracking::float_sum(Tracking::float_mul(output, untracked(tangent.clone())));
@@ -163,10 +180,7 @@ fn differentiate<R: StepInput>(
     let mut found = <Tracking as AutodiffBackend>::backward(sum);
     let of = |leaf: &TrackedTensor| <Tracking as AutodiffBackend>::grad_remove(leaf, &mut found);
     trace.gradients = places.leaves.iter().map(of).collect();
-    let known = position().is_some_and(|position| split.has_length(position.operations));
-    if !known {
-        trace.captured = captured::find(&found, &places.leaves);
-    }
+    trace.rest = Some(found);
     trace
 }
 
@@ -181,7 +195,7 @@ pub(crate) fn call<R: StepInput>(
     let places = Places::new(inputs);
     let traced = region.trace(
         split.count() == 0,
-        || differentiate(split, &places, function),
+        || differentiate(&places, function),
         |trace, recorded| compiled(split, &places, trace, recorded),
     )?;
     match traced {
@@ -205,11 +219,19 @@ fn compiled<R: StepInput>(
         result,
         outputs,
         tangents,
-        gradients,
-        captured,
+        mut gradients,
+        rest,
+        nodes,
         reads,
         ..
     } = trace;
+    let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();
+    let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
+    // A function that captures what is trained is not traced again, so a known trace has no such gradients.
+    let captured = match rest {
+        Some(rest) if !split.knows(&recorded, &wanted, &tangent_ids) => captured::find(&rest, &places.leaves),
+        _ => Vec::new(),
+    };
     if !captured
         .iter()
         .all(|captured| captured.is_among(&recorded.inputs[..reads]))
@@ -219,17 +241,18 @@ fn compiled<R: StepInput>(
     }
     let captures = !captured.is_empty();
     let mut inputs = places.inputs.clone();
-    let mut gradients = gradients;
     for captured in captured {
         inputs.push(captured.tensor);
         gradients.push(Some(captured.gradient));
     }
     let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
-    let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();
+    let mut returned = Ids::default();
+    let result = result.map(&mut returned);
+    let kept = recorded.kept_besides(&[&returned.0, &wanted, &tangent_ids]);
     let (step, saved) = split.run(recorded, &wanted, &tangent_ids)?;
     let has_gradient = gradients.iter().map(Option::is_some).collect();
     let call = Call::new(inputs, has_gradient, outputs, (step, saved));
-    let result = result.map(&mut Attach::new(places, call));
+    let result = result.map(&mut Attach::new(places, Inside::new(nodes, kept), call));
     Ok(match captures {
         true => Called::Captured(result),
         false => Called::Compiled(result),

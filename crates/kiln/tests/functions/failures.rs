@@ -156,3 +156,37 @@ fn threads_that_share_a_function_take_turns() {
         }
     });
 }
+
+#[test]
+fn other_threads_that_build_graphs_meanwhile_are_no_strays() {
+    let (begun, go_on) = (Barrier::new(2), Barrier::new(2));
+    let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+    let function = kiln::compile_fn(|x: Tensor<B, 1>| {
+        let h = x.exp();
+        begun.wait();
+        go_on.wait();
+        h * 3.0
+    })
+    .with_options(options);
+    let x = vector(&[1.0, 2.0]).require_grad();
+    let (y, other, w) = std::thread::scope(|scope| {
+        let call = scope.spawn(|| function.call(x.clone()).unwrap());
+        // Trained, and made while the function is traced.
+        begun.wait();
+        let w = vector(&[0.5, 0.25]).require_grad();
+        let other = w.clone() * w.clone();
+        go_on.wait();
+        (call.join().unwrap(), other, w)
+    });
+    let gradients = (y.sum() + (other * w.clone()).sum()).backward();
+    let dx = x.grad(&gradients).unwrap().into_data();
+    dx.assert_approx_eq::<f32>(
+        &(x.inner().exp() * 3.0).into_data(),
+        burn_tensor::Tolerance::default(),
+    );
+    let dw = w.grad(&gradients).unwrap().into_data();
+    dw.assert_approx_eq::<f32>(
+        &(w.inner().powf_scalar(2.0) * 3.0).into_data(),
+        burn_tensor::Tolerance::default(),
+    );
+}

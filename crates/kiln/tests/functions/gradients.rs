@@ -219,3 +219,45 @@ fn a_captured_model_with_state_between_tracked_tensors() {
         }
     });
 }
+
+#[test]
+fn a_captured_tensor_that_is_trained_later() {
+    compare(|how, seen| {
+        let captured = RefCell::new(vector(&[2.0, 3.0]));
+        let function = how.function(|(x, b): (Tensor<B, 1>, Tensor<B, 1>)| x * captured.borrow().clone() + b);
+        for trained in [false, false, true, true] {
+            let x = vector(&[1.0, 5.0]);
+            let x = if trained { x } else { x.require_grad() };
+            let b = vector(&[1.0, 1.0]).require_grad();
+            let c = vector(&[2.0, 3.0]);
+            *captured.borrow_mut() = if trained { c.require_grad() } else { c };
+            let gradients = function.call((x.clone(), b.clone())).sum().backward();
+            seen.gradient("dx", &x, &gradients);
+            seen.gradient("db", &b, &gradients);
+            seen.gradient("d captured", &captured.borrow(), &gradients);
+        }
+    });
+}
+
+#[test]
+fn a_detached_argument_is_trained_only_if_the_argument_is() {
+    compare(|how, seen| {
+        let kept = RefCell::new(Vec::new());
+        let function = how.function(|z: Tensor<B, 1>| {
+            let detached = z.clone().detach();
+            kept.borrow_mut().push(detached.is_require_grad());
+            z * detached
+        });
+        for _ in 0..3 {
+            let x = vector(&[1.0, 5.0]).require_grad();
+            let gradients = function.call(x.clone() * 2.0).sum().backward();
+            seen.gradient("dx", &x, &gradients);
+        }
+        let kept = kept
+            .borrow()
+            .iter()
+            .map(|&kept| f32::from(u8::from(kept)))
+            .collect();
+        seen.0.push(("is trained".into(), kept));
+    });
+}

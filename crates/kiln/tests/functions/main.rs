@@ -6,7 +6,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Barrier, Mutex, PoisonError};
 
 use burn_autodiff::Autodiff;
 use burn_core::module::{AutodiffModule, Module};

@@ -140,3 +140,27 @@ fn a_read_with_a_captured_parameter_and_an_inner_backward_pass() {
         }
     });
 }
+
+#[test]
+fn a_read_and_an_input_that_the_loss_does_not_follow_from() {
+    for backend in [CompileBackend::AotEager, CompileBackend::Cpu] {
+        let options = CompileOptions::default().with_backend(backend);
+        let function = kiln::compile_fn(|(x, y): (Tensor<B, 1>, Tensor<B, 1>)| {
+            let scale: f32 = y.clone().sum().into_scalar();
+            (x * scale, y.exp())
+        })
+        .with_options(options);
+        for _ in 0..3 {
+            let p = vector(&[1.0, 2.0]).require_grad();
+            let q = vector(&[3.0, 4.0]).require_grad();
+            let (z, _): (Tensor<B, 1>, Tensor<B, 1>) = function.call((p.clone(), q.clone() * 2.0)).unwrap();
+            let gradients = z.sum().backward();
+            let dp: Vec<f32> = p.grad(&gradients).unwrap().to_data().iter().collect();
+            assert_eq!(dp, [14.0, 14.0]);
+            let dq = q
+                .grad(&gradients)
+                .map(|dq| dq.to_data().iter::<f32>().collect::<Vec<_>>());
+            assert!(dq.is_none_or(|dq| dq == [0.0, 0.0]));
+        }
+    }
+}
