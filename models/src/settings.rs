@@ -151,6 +151,53 @@ pub(crate) fn warn_of_unknown<'a>(family: &str, place: &str, unknown: impl Itera
     }
 }
 
+/// Most layers of a model. Each takes memory before any weight is read.
+const MOST_LAYERS: usize = 1 << 14;
+
+/// Most rows or columns of a matrix.
+const MOST_ROWS: usize = 1 << 31;
+
+/// Most elements of a matrix: a tebibyte even if each were a byte.
+const MOST_ELEMENTS: usize = 1 << 40;
+
+/// Refuses sizes of a damaged file that no model has, before memory is asked for: `layers` above
+/// [`MOST_LAYERS`], `rows` above [`MOST_ROWS`], and matrices of the named extents above [`MOST_ELEMENTS`].
+///
+/// # Errors
+///
+/// [`ModelError::Invalid`] with the field.
+pub(crate) fn bounded(
+    family: &'static str,
+    layers: usize,
+    rows: &[(&'static str, usize)],
+    matrices: &[(&'static str, usize, usize)],
+) -> Result<(), ModelError> {
+    let most = |most: usize| format!("it must be at most {most}; is the file damaged?");
+    if layers > MOST_LAYERS {
+        return Err(ModelError::invalid(
+            family,
+            "num_hidden_layers",
+            layers,
+            most(MOST_LAYERS),
+        ));
+    }
+    if let Some((field, size)) = rows.iter().find(|(_, size)| *size > MOST_ROWS) {
+        return Err(ModelError::invalid(family, field, *size, most(MOST_ROWS)));
+    }
+    for &(field, one, other) in matrices {
+        let elements = one
+            .checked_mul(other)
+            .filter(|&elements| elements <= MOST_ELEMENTS);
+        if elements.is_none() {
+            let remedy = format!(
+                "a matrix of {one} by {other} has more than {MOST_ELEMENTS} elements; is the file damaged?"
+            );
+            return Err(ModelError::invalid(family, field, one, remedy));
+        }
+    }
+    Ok(())
+}
+
 /// A value for a message: objects can be long.
 pub(crate) fn shortened(value: &Value) -> String {
     let text = value.to_string();

@@ -65,7 +65,8 @@ impl SaveOptions {
 ///
 /// # Errors
 /// [`HubError::Keys`] if a parameter has no rule; [`HubError::Config`] if `config` is not a JSON object;
-/// [`HubError::DType`] for a type that the format lacks; [`HubError::Io`].
+/// [`HubError::DType`] for a type that the format lacks, and for f64 from a backend that reads it as another
+/// type, as Burn reads all floats of Kiln as f32; [`HubError::Io`].
 pub fn save_pretrained<B: Backend, M: Module<B>>(
     module: &M,
     map: impl Into<KeyMap>,
@@ -295,6 +296,20 @@ impl<B: Backend> ModuleVisitor<B> for Collector<'_> {
         let tensor = param.transform_for_save().val();
         let held = tensor.dtype();
         let wanted = self.dtype.unwrap_or(held);
+        // Elements arrive in the type that the backend reads, and f64 from fewer bits would be no f64.
+        let arrives = || {
+            Tensor::<B, 1>::zeros([1], (&tensor.device(), held))
+                .to_data()
+                .dtype
+        };
+        if wanted == DType::F64 && held == DType::F64 && arrives() != held {
+            self.error.get_or_insert(HubError::DType {
+                name: self.path.path(),
+                stored: format!("F64, of which the backend hands out {:?}", arrives()),
+                wanted: "F64; save it as F32 (`SaveOptions::with_dtype`)".to_string(),
+            });
+            return;
+        }
         self.add(
             tensor.shape().to_vec(),
             held,

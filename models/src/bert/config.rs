@@ -203,6 +203,19 @@ impl BertConfig {
         if let Some((field, _)) = sizes.into_iter().find(|(_, size)| *size == 0) {
             return Err(ModelError::invalid(FAMILY, field, 0, "it must be at least 1"));
         }
+        let matrices = [
+            ("vocab_size", self.vocab_size, self.hidden_size),
+            ("hidden_size", self.hidden_size, self.hidden_size),
+            ("intermediate_size", self.intermediate_size, self.hidden_size),
+            (
+                "max_position_embeddings",
+                self.max_position_embeddings,
+                self.hidden_size,
+            ),
+            ("type_vocab_size", self.type_vocab_size, self.hidden_size),
+            ("num_labels", self.num_labels, self.hidden_size),
+        ];
+        settings::bounded(FAMILY, self.num_hidden_layers, &sizes, &matrices)?;
         if !self.hidden_size.is_multiple_of(self.num_attention_heads) {
             let remedy = format!("it must divide the hidden size, {}", self.hidden_size);
             return Err(ModelError::invalid(

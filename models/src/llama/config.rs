@@ -11,6 +11,9 @@ use serde_json::{Map, Value};
 
 const FAMILY: &str = "llama";
 
+/// Widest head: the table of rotary positions has thousands of rows of half this length.
+const WIDEST_HEAD: usize = 1 << 12;
+
 /// Configuration of a [`Llama`].
 #[derive(Config, Debug)]
 pub struct LlamaConfig {
@@ -201,6 +204,17 @@ impl LlamaConfig {
                 remedy,
             ));
         }
+        settings::bounded(FAMILY, self.num_hidden_layers, &sizes, &[])?;
+        if self.head_width() > WIDEST_HEAD {
+            let remedy = format!("it must be at most {WIDEST_HEAD}; is the file damaged?");
+            return Err(ModelError::invalid(FAMILY, "head_dim", self.head_width(), remedy));
+        }
+        let matrices = [
+            ("vocab_size", self.vocab_size, self.hidden_size),
+            ("intermediate_size", self.intermediate_size, self.hidden_size),
+            ("num_attention_heads", heads * self.head_width(), self.hidden_size),
+        ];
+        settings::bounded(FAMILY, self.num_hidden_layers, &[], &matrices)?;
         if self.head_width() == 0 || !self.head_width().is_multiple_of(2) {
             let remedy = "rotary positions turn pairs of coordinates: it must be even and positive";
             return Err(ModelError::invalid(FAMILY, "head_dim", self.head_width(), remedy));

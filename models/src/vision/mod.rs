@@ -2,6 +2,7 @@
 //! [`VisionConfig`].
 
 pub mod alexnet;
+mod file;
 pub mod mnasnet;
 pub mod mobilenet;
 pub mod resnet;

@@ -4,6 +4,7 @@ use crate::fixture::Fixture;
 use kiln_models::ModelError;
 use kiln_models::bert::{BertConfig, ProblemType};
 use kiln_models::llama::{LlamaConfig, RopeScaling};
+use kiln_models::vision::VisionConfig;
 
 const LLAMA: &str = r#"{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
     "num_attention_heads": 4"#;
@@ -232,4 +233,115 @@ fn impossible_berts_are_refused() {
         let error = BertConfig::from_hf_json(text).expect_err(text).to_string();
         assert!(error.contains(&format!("`{named}`")), "{text}: {error}");
     }
+}
+
+/// A damaged file neither panics nor asks for memory.
+#[test]
+fn sizes_beyond_every_model_are_refused() {
+    let fields = [
+        ("num_hidden_layers", "100000000"),
+        ("num_hidden_layers", "18446744073709551615"),
+        ("hidden_size", "9223372036854775808"),
+        ("hidden_size", "2147483648"),
+        ("vocab_size", "1099511627776"),
+        ("intermediate_size", "4294967296"),
+        ("max_position_embeddings", "18446744073709551615"),
+        ("num_attention_heads", "8589934592"),
+    ];
+    let replaced = |field: &str, value: &str| {
+        let mut file: serde_json::Value = serde_json::from_str(&format!("{LLAMA}}}")).unwrap();
+        file[field] = serde_json::from_str(value).unwrap();
+        file
+    };
+    let refused = |error: ModelError, field: &str| {
+        assert!(matches!(error, ModelError::Invalid { .. }), "{field}: {error}");
+    };
+    for (field, value) in fields {
+        let file = replaced(field, value).to_string();
+        refused(LlamaConfig::from_hf_json(&file).unwrap_err(), field);
+        refused(BertConfig::from_hf_json(&file).unwrap_err(), field);
+    }
+    for (heads, width) in [
+        (4_u64, 1_u64 << 40),
+        (1 << 33, 1 << 33),
+        (1 << 31, 1 << 12),
+        (4, u64::MAX),
+    ] {
+        let mut file = replaced("num_attention_heads", &heads.to_string());
+        file["head_dim"] = width.into();
+        refused(
+            LlamaConfig::from_hf_json(&file.to_string()).unwrap_err(),
+            "head_dim",
+        );
+    }
+    let file = replaced("num_labels", "4294967296").to_string();
+    refused(BertConfig::from_hf_json(&file).unwrap_err(), "num_labels");
+}
+
+#[test]
+fn files_of_image_classifiers_are_obeyed_or_refused() {
+    let check = |name: &str, text: &str| VisionConfig::new(name.into()).check_file(text);
+    let plain = [
+        (
+            "resnet50",
+            r#"{"architecture": "resnet50", "num_classes": 1000, "image_size": 224}"#,
+        ),
+        (
+            "resnet50",
+            r#"{"architecture": "resnet50.a1_in1k", "num_classes": 1000, "num_features": 2048, "global_pool": "avg",
+            "model_args": {"num_classes": 10, "in_chans": 3}, "pretrained_cfg": {"mean": [0.5, 0.5, 0.5]}}"#,
+        ),
+        (
+            "resnet18",
+            r#"{"model_type": "resnet", "hidden_act": "relu", "downsample_in_bottleneck": false}"#,
+        ),
+        (
+            "vit_small_patch16_224",
+            r#"{"architecture": "vit_small_patch16_224", "global_pool": "token", "model_args": null}"#,
+        ),
+    ];
+    for (name, text) in plain {
+        check(name, text).expect(text);
+    }
+    let other = [
+        ("architecture", r#"{"architecture": "resnet50"}"#),
+        (
+            "model_args",
+            r#"{"architecture": "resnet18", "model_args": {"aa_layer": "blurpool"}}"#,
+        ),
+        ("model_args", r#"{"model_args": "aa_layer"}"#),
+        (
+            "downsample_in_bottleneck",
+            r#"{"downsample_in_bottleneck": true}"#,
+        ),
+        (
+            "downsample_in_first_stage",
+            r#"{"downsample_in_first_stage": true}"#,
+        ),
+        ("hidden_act", r#"{"hidden_act": "silu"}"#),
+        ("global_pool", r#"{"global_pool": "catavgmax"}"#),
+        ("num_channels", r#"{"num_channels": 1}"#),
+    ];
+    for (field, text) in other {
+        let error = check("resnet18", text).unwrap_err();
+        assert!(
+            matches!(error, ModelError::Invalid { field: found, .. } if found == field),
+            "{error}"
+        );
+    }
+    let quantized = check("resnet18", r#"{"quantization_config": {"bits": 4}}"#);
+    assert!(matches!(quantized, Err(ModelError::Unsupported { .. })));
+    assert!(matches!(check("resnet18", "[1]"), Err(ModelError::Parse { .. })));
+
+    let halves = Some(([0.5; 3], [0.25; 3]));
+    for text in [
+        r#"{"pretrained_cfg": {"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}}"#,
+        r#"{"mean": [0.5, 0.5, 0.5], "std": [0.25, 0.25, 0.25]}"#,
+    ] {
+        assert_eq!(VisionConfig::normalisation_of_file(text), halves);
+    }
+    assert_eq!(
+        VisionConfig::normalisation_of_file(r#"{"mean": [0.5], "std": 1}"#),
+        None
+    );
 }

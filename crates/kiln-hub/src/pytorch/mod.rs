@@ -55,6 +55,16 @@ const ORDINARY: [&str; 6] = ["torch", "collections", "numpy", "_codecs", "argpar
 /// tensors.
 const NESTED: [&str; 4] = ["state_dict", "model_state_dict", "model", "module"];
 
+/// Tensors that are gathered may have this many times the bytes of their file: a shared storage that is
+/// transposed counts for each name.
+const GATHERED_A_FILE: usize = 4;
+
+/// PyTorch's limit.
+const MOST_DIMENSIONS: usize = 64;
+
+/// Most bytes of a tensor's name, and of a storage's.
+const LONGEST_KEY: usize = 4096;
+
 /// The beginning of the old form: protocol 2, and the magic number as an integer of ten bytes.
 const LEGACY_MAGIC: &[u8] = &[
     0x80, 2, 0x8a, 10, 0x6c, 0xfc, 0x9c, 0x46, 0xf9, 0x20, 0x6a, 0xa8, 0x50, 0x19, b'.',
@@ -83,9 +93,10 @@ pub(crate) fn open(path: &Path) -> Result<Archive, HubError> {
         }
     };
     let (mut mapped, mut owned) = (vec![], vec![]);
+    let mut room = bytes.len().saturating_mul(GATHERED_A_FILE);
     for (name, view) in views {
         let placed = view
-            .place(bytes)
+            .place(bytes, &mut room)
             .map_err(|reason| fail(format!("tensor `{name}`: {reason}")))?;
         match placed {
             Placed::Range(range) => mapped.push((
@@ -133,8 +144,9 @@ enum Placed {
 }
 
 impl View {
-    /// Finds the view's bytes, after checking that all of them are in the storage.
-    fn place(&self, file: &[u8]) -> Result<Placed, String> {
+    /// Finds the view's bytes, after checking that all of them are in the storage. What is gathered is taken
+    /// from `room`.
+    fn place(&self, file: &[u8], room: &mut usize) -> Result<Placed, String> {
         let width = itemsize(self.dtype).ok_or("an element type without whole bytes")?;
         let count = self
             .sizes
@@ -168,6 +180,9 @@ impl View {
         if self.is_contiguous() {
             return Ok(Placed::Range(start..start + count * width));
         }
+        *room = room.checked_sub(count * width).ok_or_else(|| {
+            format!("views that are not contiguous make more than {GATHERED_A_FILE} times the bytes of the file; save contiguous copies")
+        })?;
         let mut bytes = Vec::with_capacity(count * width);
         let mut index = vec![0usize; self.sizes.len()];
         for _ in 0..count {
@@ -359,6 +374,9 @@ fn views(
         let mut found = Views::new();
         for &(key, value) in entries {
             let Some(name) = arena.text(key) else { continue };
+            if name.len() > LONGEST_KEY {
+                return Err(format!("a key of {} bytes, more than {LONGEST_KEY}", name.len()));
+            }
             if let Some(tensor) = tensor(arena, value) {
                 let (storage, mut view) = tensor.map_err(|reason| format!("tensor `{name}`: {reason}"))?;
                 view.storage = range(&storage)?;
@@ -398,7 +416,7 @@ fn tensor(arena: &Arena, mut id: Id) -> Option<Result<(Storage, View), String>> 
             return None;
         };
         let arguments = arena.items(*arguments)?;
-        match (module.as_str(), name.as_str()) {
+        match (&**module, &**name) {
             ("torch._utils", "_rebuild_parameter" | "_rebuild_parameter_with_state") => {
                 id = *arguments.first()?
             }
@@ -437,6 +455,13 @@ fn rebuild(arena: &Arena, arguments: &[Id], dtype: Option<&str>) -> Result<(Stor
         .int(offset)
         .and_then(|n| usize::try_from(n).ok())
         .ok_or("its offset is no number")?;
+    // One list of sizes may belong to any number of tensors.
+    for list in [sizes, strides] {
+        let count = arena.items(list).map_or(0, <[Id]>::len);
+        if count > MOST_DIMENSIONS {
+            return Err(format!("it has {count} dimensions, more than {MOST_DIMENSIONS}"));
+        }
+    }
     let sizes = arena.sizes(sizes).ok_or("its sizes are no numbers")?;
     let strides = arena.sizes(strides).ok_or("its strides are no numbers")?;
     if sizes.len() != strides.len() {
@@ -480,7 +505,8 @@ fn storage(arena: &Arena, id: Id) -> Result<Storage, String> {
         .ok_or("its elements are not whole bytes")?;
     let key = arena
         .text(key)
-        .ok_or("its storage's key is not text")?
+        .filter(|key| key.len() <= LONGEST_KEY)
+        .ok_or("its storage's key is not a short text")?
         .to_string();
     let elements = arena.int(elements).and_then(|n| usize::try_from(n).ok());
     let bytes = elements
@@ -512,4 +538,29 @@ fn dtype_named(name: &str) -> Option<Dtype> {
         "bool" | "Bool" => Dtype::BOOL,
         _ => return None,
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Two names of a transposed view fit, a hundred thousand of a small file do not.
+    #[test]
+    fn gathered_views_are_bounded() {
+        let file = [0; 24];
+        let view = View {
+            dtype: Dtype::F32,
+            storage: 0..24,
+            offset: 0,
+            sizes: vec![3, 2],
+            strides: vec![1, 3],
+        };
+        let mut room = 60;
+        for _ in 0..2 {
+            let placed = view.place(&file, &mut room).unwrap();
+            assert!(matches!(placed, Placed::Gathered(bytes) if bytes.len() == 24));
+        }
+        let error = view.place(&file, &mut room).err().unwrap();
+        assert!(error.contains("contiguous copies"), "{error}");
+    }
 }

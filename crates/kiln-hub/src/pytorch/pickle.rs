@@ -4,9 +4,16 @@
 //! and runs nothing: a name of a class or function stays a name ([`Node::Global`]), a call of one stays a
 //! call ([`Node::Call`]), and what it means is decided by the reader of the result. Values live in an arena
 //! and refer to each other by number, as the format's own memo does, so shared and nested values cost no
-//! copies and no recursion.
+//! copies and no recursion. What they hold together is bounded by the pickle's length ([`BYTES_A_BYTE`]).
 
 use std::fmt;
+use std::rc::Rc;
+
+/// Most bytes of values that a byte of a pickle may make: the smallest instruction makes a value.
+const BYTES_A_BYTE: usize = 64;
+
+/// Most bytes of a module's and a name's text; Python's have no more in practice.
+const LONGEST_NAME: usize = 1024;
 
 /// A value's number in the arena.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -19,13 +26,13 @@ pub(crate) enum Node {
     Bool(bool),
     Int(i64),
     Float(f64),
-    Text(String),
+    Text(Rc<str>),
     Bytes(Vec<u8>),
     Tuple(Vec<Id>),
     List(Vec<Id>),
     Dict(Vec<(Id, Id)>),
     /// A class or function, by module and name.
-    Global(String, String),
+    Global(Rc<str>, Rc<str>),
     /// `function(*arguments)`; for objects that are made in another way, the arguments that made them.
     Call(Id, Id),
     /// A reference to something outside of the pickle.
@@ -36,6 +43,8 @@ pub(crate) enum Node {
 #[derive(Debug, Default)]
 pub(crate) struct Arena {
     nodes: Vec<Node>,
+    /// Bytes that the values may still take.
+    budget: usize,
 }
 
 impl Arena {
@@ -48,7 +57,7 @@ impl Arena {
     pub fn called(&self) -> impl Iterator<Item = (&str, &str)> {
         self.nodes.iter().filter_map(|node| match node {
             Node::Call(function, _) => match self.get(*function) {
-                Node::Global(module, name) => Some((module.as_str(), name.as_str())),
+                Node::Global(module, name) => Some((&**module, &**name)),
                 _ => None,
             },
             _ => None,
@@ -56,9 +65,28 @@ impl Arena {
     }
 
     fn add(&mut self, node: Node) -> Result<Id, PickleError> {
+        let held = match &node {
+            Node::Bytes(bytes) => bytes.len(),
+            Node::Tuple(items) | Node::List(items) => size_of_val(&**items),
+            Node::Dict(entries) => size_of_val(&**entries),
+            // Texts are as long as the instruction that has them, and names share them.
+            _ => 0,
+        };
+        self.spend(size_of::<Node>() + held)?;
         let number = u32::try_from(self.nodes.len()).map_err(|_| PickleError::new("too many values"))?;
         self.nodes.push(node);
         Ok(Id(number))
+    }
+
+    /// Takes note of `bytes` more.
+    fn spend(&mut self, bytes: usize) -> Result<(), PickleError> {
+        let left = self.budget.checked_sub(bytes);
+        self.budget = left.ok_or_else(|| {
+            PickleError::new(
+                "its values take far more memory than the pickle is long, which those of checkpoints do not",
+            )
+        })?;
+        Ok(())
     }
 
     pub fn text(&self, id: Id) -> Option<&str> {
@@ -114,7 +142,10 @@ pub(crate) fn read(bytes: &[u8]) -> Result<(Arena, Id, usize), PickleError> {
     let mut machine = Machine {
         bytes,
         at: 0,
-        arena: Arena::default(),
+        arena: Arena {
+            nodes: vec![],
+            budget: bytes.len().saturating_mul(BYTES_A_BYTE),
+        },
         stack: vec![],
         marks: vec![],
         memo: vec![],
@@ -251,14 +282,14 @@ impl<'a> Machine<'a> {
         match opcode {
             b'c' => {
                 let (module, name) = (self.line()?, self.line()?);
-                self.push(Node::Global(module, name))?;
+                self.global(module, name)?;
             }
             0x93 => {
                 let (name, module) = (self.pop()?, self.pop()?);
-                match (self.arena.text(module), self.arena.text(name)) {
-                    (Some(module), Some(name)) => {
-                        let global = Node::Global(module.to_string(), name.to_string());
-                        self.push(global)?;
+                match (self.arena.get(module), self.arena.get(name)) {
+                    (Node::Text(module), Node::Text(name)) => {
+                        let (module, name) = (module.clone(), name.clone());
+                        self.global(module, name)?;
                     }
                     _ => return Err(PickleError::new("a name that is not text")),
                 }
@@ -317,16 +348,24 @@ impl<'a> Machine<'a> {
     /// at once.
     fn call(&mut self, function: Id, arguments: Id) -> Result<(), PickleError> {
         let node = match self.arena.get(function) {
-            Node::Global(module, name) if module == "collections" && name == "OrderedDict" => {
+            Node::Global(module, name) if &**module == "collections" && &**name == "OrderedDict" => {
+                let lists = self.arena.items(arguments).unwrap_or_default();
+                let lists = lists.iter().filter_map(|&pairs| self.arena.items(pairs));
+                // One list of pairs may stand in any number of calls, so it is paid for before it is copied.
+                let count: usize = lists.clone().map(<[Id]>::len).sum();
+                let pairs = lists
+                    .flatten()
+                    .copied()
+                    .take(self.arena.budget / size_of::<(Id, Id)>());
                 let mut entries = Vec::new();
-                for &pairs in self.arena.items(arguments).unwrap_or_default() {
-                    for &pair in self.arena.items(pairs).unwrap_or_default() {
-                        match self.arena.items(pair) {
-                            Some(&[key, value]) => entries.push((key, value)),
-                            _ => return Err(PickleError::new("an OrderedDict of something else than pairs")),
-                        }
+                for pair in pairs {
+                    match self.arena.items(pair) {
+                        Some(&[key, value]) => entries.push((key, value)),
+                        _ => return Err(PickleError::new("an OrderedDict of something else than pairs")),
                     }
                 }
+                self.arena
+                    .spend((count - entries.len()).saturating_mul(size_of::<(Id, Id)>()))?;
                 Node::Dict(entries)
             }
             _ => Node::Call(function, arguments),
@@ -353,7 +392,7 @@ impl<'a> Machine<'a> {
         Ok(array)
     }
 
-    fn line(&mut self) -> Result<String, PickleError> {
+    fn line(&mut self) -> Result<Rc<str>, PickleError> {
         let rest = &self.bytes[self.at..];
         let length = rest
             .iter()
@@ -361,7 +400,17 @@ impl<'a> Machine<'a> {
             .ok_or_else(|| PickleError::new("it ends in a name"))?;
         let line = self.take(length)?;
         self.at += 1;
-        String::from_utf8(line.to_vec()).map_err(|_| PickleError::new("a name that is not UTF-8"))
+        let name = str::from_utf8(line).map_err(|_| PickleError::new("a name that is not UTF-8"))?;
+        Ok(name.into())
+    }
+
+    fn global(&mut self, module: Rc<str>, name: Rc<str>) -> Result<(), PickleError> {
+        if module.len().max(name.len()) > LONGEST_NAME {
+            return Err(PickleError::new(format!(
+                "a name of more than {LONGEST_NAME} bytes"
+            )));
+        }
+        self.push(Node::Global(module, name))
     }
 
     /// A length of `width` bytes and as many bytes as it says.
@@ -375,17 +424,17 @@ impl<'a> Machine<'a> {
     }
 
     fn sized_text(&mut self, width: usize) -> Result<(), PickleError> {
-        let bytes = self.sized(width)?.to_vec();
-        let text = String::from_utf8(bytes).map_err(|_| PickleError::new("text that is not UTF-8"))?;
-        self.push(Node::Text(text))
+        let bytes = self.sized(width)?;
+        let text = str::from_utf8(bytes).map_err(|_| PickleError::new("text that is not UTF-8"))?;
+        self.push(Node::Text(text.into()))
     }
 
     fn sized_bytes(&mut self, width: usize) -> Result<(), PickleError> {
-        let bytes = self.sized(width)?.to_vec();
+        let bytes = self.sized(width)?;
         // Protocol 2 writes texts of Python 2 as bytes.
-        self.push(match String::from_utf8(bytes) {
-            Ok(text) => Node::Text(text),
-            Err(error) => Node::Bytes(error.into_bytes()),
+        self.push(match str::from_utf8(bytes) {
+            Ok(text) => Node::Text(text.into()),
+            Err(_) => Node::Bytes(bytes.to_vec()),
         })
     }
 
@@ -539,6 +588,29 @@ mod tests {
             arena.get(*function),
             &Node::Global("posix".into(), "system".into())
         );
+    }
+
+    /// Two bytes each would otherwise copy a long list.
+    #[test]
+    fn shared_values_are_bounded() {
+        let pairs = b"\x80\x02](".to_vec();
+        let pairs = [
+            pairs,
+            b"NN\x86".repeat(5000),
+            b"eq\x00\x85q\x010ccollections\nOrderedDict\nq\x020".to_vec(),
+        ];
+        let program = |count: usize| [pairs.concat(), b"h\x02h\x01R0".repeat(count), b"}.".to_vec()].concat();
+        assert!(read(&program(1)).is_ok());
+        let error = read(&program(1000)).unwrap_err().to_string();
+        assert!(error.contains("more memory"), "{error}");
+        // A long text as the name of many functions.
+        let text = [
+            b"\x80\x04X\xa0\x86\x01\x00".to_vec(),
+            vec![b'a'; 100_000],
+            b"q\x00h\x00h\x00\x93.".to_vec(),
+        ];
+        let error = read(&text.concat()).unwrap_err().to_string();
+        assert!(error.contains("a name of more than"), "{error}");
     }
 
     proptest! {

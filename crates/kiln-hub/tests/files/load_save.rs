@@ -426,3 +426,28 @@ fn saving_refuses_bad_configs_before_it_touches_the_folder() {
     assert!(matches!(result, Err(HubError::Keys(_))));
     assert!(!target.exists());
 }
+
+/// Burn reads all floats of Kiln's tensors as f32.
+#[test]
+fn floats_that_arrive_with_fewer_digits_are_not_saved_as_f64() {
+    use kiln_burn::{Kiln, KilnDevice};
+    let model = burn_nn::LinearConfig::new(2, 2)
+        .with_bias(false)
+        .init::<Kiln>(&KilnDevice::cpu());
+    let values: Vec<u8> = (0..4).flat_map(|i| (f64::from(i) / 3.0).to_le_bytes()).collect();
+    let header = r#"{"weight":{"dtype":"F64","shape":[2,2],"data_offsets":[0,32]}}"#;
+    let (_folder, checkpoint) = open(&raw_safetensors(header, &values));
+    let map = KeyMap::identity(&model);
+    let options = LoadOptions::new().with_dtype(DType::F64);
+    let (model, _) = load_into_with::<Kiln, _>(model, &checkpoint, map.clone(), &options).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let error = save_pretrained::<Kiln, _>(&model, map.clone(), None, folder.path()).unwrap_err();
+    assert!(matches!(error, HubError::DType { .. }), "{error}");
+    assert!(error.to_string().contains("with_dtype"), "{error}");
+    assert!(!folder.path().join("model.safetensors").exists());
+    let narrower = SaveOptions::new().with_dtype(DType::F32);
+    save_pretrained_with::<Kiln, _>(&model, map, None, folder.path(), &narrower).unwrap();
+    let saved = Checkpoint::open(folder.path().join("model.safetensors")).unwrap();
+    let thirds = [0.0, 1.0 / 3.0, 2.0 / 3.0, 1.0];
+    assert_eq!(saved.tensor("weight").unwrap().to_vec::<f32>().unwrap(), thirds);
+}
