@@ -6,6 +6,7 @@
 
 use burn::tensor::backend::Backend;
 use kiln::{Kiln, KilnDevice};
+use kiln_hub::data::Pipeline;
 use kiln_hub::{Checkpoint, HubError};
 use kiln_models::bert::{BertConfig, ProblemType};
 use kiln_models::llama::LlamaConfig;
@@ -50,18 +51,23 @@ impl Architecture {
     pub fn resolve(config: &Config, weights: Option<&Checkpoint>, data: &Data) -> Result<Self, CliError> {
         let family = Family::of(&config.model.name)?;
         let stored = match weights {
-            Some(checkpoint) if family != Family::Vision => stored_config(checkpoint)?,
-            _ => None,
+            Some(checkpoint) => stored_config(checkpoint)?,
+            None => None,
         };
         refuse_settings_without_effect(&config.model, family, stored.is_some())?;
         let resolved = match family {
             Family::Llama => Self::Llama(llama(config, weights, stored.as_deref(), data)?),
             Family::Bert => Self::Bert(bert(&config.model, stored.as_deref(), data)?),
-            Family::Vision => Self::Vision(
-                VisionConfig::new(config.model.name.clone())
+            Family::Vision => {
+                let sizes = VisionConfig::new(config.model.name.clone())
                     .with_num_classes(data.classes.len())
-                    .with_image_size(image_side(config)),
-            ),
+                    .with_image_size(image_side(config));
+                if let Some(file) = &stored {
+                    sizes.check_file(file)?;
+                    warn_of_normalisation(config, file);
+                }
+                Self::Vision(sizes)
+            }
         };
         resolved.check(config, data)?;
         Ok(resolved)
@@ -80,11 +86,11 @@ impl Architecture {
                 num_classes,
                 image_size,
             } = file;
-            return Ok(Self::Vision(
-                VisionConfig::new(architecture)
-                    .with_num_classes(num_classes)
-                    .with_image_size(image_size),
-            ));
+            let sizes = VisionConfig::new(architecture)
+                .with_num_classes(num_classes)
+                .with_image_size(image_size);
+            sizes.check_file(&config.to_json())?;
+            return Ok(Self::Vision(sizes));
         }
         match config.model_type()?.as_str() {
             "llama" => {
@@ -199,6 +205,25 @@ fn stored_config(weights: &Checkpoint) -> Result<Option<String>, CliError> {
         Ok(file) => Ok(Some(file.to_json())),
         Err(HubError::MissingFile { .. }) => Ok(None),
         Err(error) => Err(error.into()),
+    }
+}
+
+/// Says so if the images of a folder are normalised otherwise than those that the weights were trained with.
+fn warn_of_normalisation(config: &Config, file: &str) {
+    let ours = Pipeline::imagenet_evaluation(config.data.image_size);
+    let ours = (ours.mean, ours.deviation);
+    if let Some(theirs) = VisionConfig::normalisation_of_file(file)
+        && config.data.source == DataSource::Images
+        && theirs != ours
+    {
+        tracing::warn!(
+            "the config.json of model.weights says that they were trained with images of mean {:?} and deviation \
+             {:?}, but kiln train normalises with {:?} and {:?}: the first layers have to adapt",
+            theirs.0,
+            theirs.1,
+            ours.0,
+            ours.1
+        );
     }
 }
 

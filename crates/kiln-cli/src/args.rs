@@ -173,7 +173,7 @@ pub struct TrainArguments {
     /// Folder of the run; by default runs/NAME
     #[arg(long)]
     pub out: Option<PathBuf>,
-    /// Go on with the run in this folder, or from one of its checkpoints
+    /// Go on with the run in this folder, or from one of its checkpoints; later ones are set aside
     #[arg(long, value_name = "DIR")]
     pub resume: Option<PathBuf>,
     /// Change a key of the config, as in train.batch_size=16; may be repeated
@@ -291,8 +291,8 @@ pub struct BenchArguments {
     /// How often each program of the table is measured; the median counts
     #[arg(long, default_value_t = 3)]
     pub rounds: usize,
-    /// Programs of the table beside Kiln, with commas between them: torch-eager, torch-compile, torch-overhead
-    /// (CUDA graphs), jax-jit; all that are installed by default
+    /// Programs of the table beside Kiln, with commas between them: torch-eager, torch-compile,
+    /// torch-overhead (CUDA graphs), jax-jit; all that are installed by default
     #[arg(long, value_delimiter = ',', requires = "table")]
     pub peers: Vec<String>,
 }
@@ -354,18 +354,19 @@ pub struct ExplainArguments {
     /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
     #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
     pub weights: WeightsArgument,
-    /// Predict the step on so many ranks; several with commas, which have as much work each as the first. Under mpirun or
-    /// srun the ranks that were started are measured and predicted
+    /// Predict the step on so many ranks; several with commas, which have as much work each as the first.
+    /// Under mpirun or srun the ranks that were started are measured and predicted
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "link")]
     pub ranks: Vec<usize>,
-    /// What connects them: bytes a second of a rank and seconds of an exchange, such as 12.5GB,5us; a third number is
-    /// the time of a message (1us)
+    /// What connects them: bytes a second of a rank and seconds of an exchange, such as 12.5GB,5us; a third
+    /// number is the time of a message (1us)
     #[arg(long, value_name = "BANDWIDTH,LATENCY", requires = "ranks")]
     pub link: Option<Link>,
     /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does
     #[arg(long)]
     pub sharded: bool,
-    /// Most megabytes of gradients that travel together; by default as `kiln train` would choose it for the link
+    /// Most megabytes of gradients that travel together; by default as `kiln train` would choose it for the
+    /// link
     #[arg(long, value_name = "MB")]
     pub bucket_mb: Option<f64>,
     /// Threads of the step; by default one for each core

@@ -5,6 +5,7 @@ use std::time::SystemTime;
 use kiln_store::{CacheFolder, Listing};
 
 use crate::error::CliError;
+use crate::show;
 
 /// Entries of a store that are listed; a GPU's machine code has hundreds.
 const LISTED: usize = 20;
@@ -17,33 +18,40 @@ const LISTED: usize = 20;
 pub fn list() -> Result<(), CliError> {
     let cache = CacheFolder::from_env();
     let Some(folder) = cache.path() else {
-        println!("the cache is switched off");
+        show::line("the cache is switched off");
         return Ok(());
     };
     let stores = cache.list()?;
     for store in stores.iter().filter(|store| !store.entries.is_empty()) {
-        println!(
+        show::line(format_args!(
             "{}: {} entries, {}",
             store.store,
             store.entries.len(),
             size(store.bytes())
-        );
+        ));
         for entry in store.entries.iter().take(LISTED) {
             let key = entry.key.get(..12).unwrap_or(&entry.key);
-            println!(
+            show::line(format_args!(
                 "  {key}  {:>9}  {:>8} ago  {}",
                 size(entry.bytes),
                 age(entry.last_used),
                 entry.name()
-            );
+            ));
         }
         if store.entries.len() > LISTED {
-            println!("  and {} used longer ago", store.entries.len() - LISTED);
+            show::line(format_args!(
+                "  and {} used longer ago",
+                store.entries.len() - LISTED
+            ));
         }
     }
     let count: usize = stores.iter().map(|store| store.entries.len()).sum();
     let total = stores.iter().map(Listing::bytes).sum();
-    println!("{count} entries, {} in {}", size(total), folder.display());
+    show::line(format_args!(
+        "{count} entries, {} in {}",
+        size(total),
+        folder.display()
+    ));
     Ok(())
 }
 
@@ -54,7 +62,7 @@ pub fn list() -> Result<(), CliError> {
 /// [`CliError::Cache`] if an entry cannot be removed.
 pub fn clear() -> Result<(), CliError> {
     let (count, bytes) = CacheFolder::from_env().clear()?;
-    println!("removed {count} entries, {}", size(bytes));
+    show::line(format_args!("removed {count} entries, {}", size(bytes)));
     Ok(())
 }
 

@@ -1,6 +1,7 @@
 //! Everything a command can fail with. The text is all that the user sees, so each one names the thing and
 //! what to do.
 
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use kiln_hub::HubError;
@@ -56,19 +57,72 @@ pub enum CliError {
         /// The folder.
         path: PathBuf,
     },
-    /// The loss is not a number.
+    /// Another process trains in the run's folder.
     #[error(
-        "the loss became {loss} at step {step}; {}. A lower schedule.rate, a longer schedule.warmup or a \
+        "another process trains in {}, or did when this one began; wait until it has ended, stop it, or choose \
+         another folder with --out",
+        path.display()
+    )]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A resumed run has something else than its checkpoint.
+    #[error(
+        "{what} is {saved} in the checkpoint {}, and {now} in this run: leave it at {saved}, or start another run \
+         with model.weights = \"{}\"",
+        path.display(), path.display()
+    )]
+    Differs {
+        /// What differs: a key, most often.
+        what: String,
+        /// In the checkpoint.
+        saved: String,
+        /// In this run.
+        now: String,
+        /// The checkpoint.
+        path: PathBuf,
+    },
+    /// There is no space for a checkpoint.
+    #[error(
+        "{source}: the disk is full. The checkpoints before this one are whole; free some space{}, and go on with \
+         `kiln train --resume {}`",
+        lower_keep(*keep), run.display()
+    )]
+    DiskFull {
+        /// The run's folder.
+        run: PathBuf,
+        /// Checkpoints that it keeps.
+        keep: usize,
+        /// What failed.
+        source: Box<CliError>,
+    },
+    /// The loss, or a parameter, is not a number.
+    #[error(
+        "{what} became {value} at step {step}; {}. A lower schedule.rate, a longer schedule.warmup or a \
          smaller optimizer.clip_norm helps most often",
         last_good(checkpoint.as_deref())
     )]
     NotFinite {
+        /// What is not a number: the loss, or a parameter with its path.
+        what: String,
         /// The optimizer step, from 1.
+        step: u64,
+        /// What it is instead.
+        value: f32,
+        /// The last checkpoint before it.
+        checkpoint: Option<PathBuf>,
+    },
+    /// The loss of an evaluation is not a number.
+    #[error(
+        "the evaluation loss is {loss} after step {step}: the model overflows on the examples set aside. Look for \
+         extreme values among them, or go on from an earlier checkpoint with a lower schedule.rate"
+    )]
+    Evaluation {
+        /// Optimizer steps done.
         step: u64,
         /// The loss.
         loss: f32,
-        /// The last checkpoint before it.
-        checkpoint: Option<PathBuf>,
     },
     /// A name that the command does not know.
     #[error("unknown {what} `{name}`{}; known: {known}", did_you_mean(hint.as_deref()))]
@@ -88,6 +142,12 @@ pub enum CliError {
     /// The ranks of a run are not connected, or not any more.
     #[error(transparent)]
     Ranks(#[from] kiln::distributed::Error),
+    /// The ranks of a run would go on from different checkpoints.
+    #[error(
+        "{0}; give all ranks the same checkpoint by name, as in --resume runs/NAME/checkpoints/step-00000100, in a \
+         folder that they all see"
+    )]
+    Start(#[source] kiln::distributed::Error),
     /// The step could not be compiled or run.
     #[error(transparent)]
     Step(#[from] kiln::Error),
@@ -124,6 +184,23 @@ impl CliError {
         }
     }
 
+    /// The error of writing a checkpoint of `run`, which says so if the disk is full.
+    pub(crate) fn of_checkpoint(self, run: &Path, keep: usize) -> Self {
+        let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&self);
+        while let Some(error) = cause {
+            let kind = error.downcast_ref().map(std::io::Error::kind);
+            if matches!(kind, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded)) {
+                return Self::DiskFull {
+                    run: run.to_path_buf(),
+                    keep,
+                    source: Box::new(self),
+                };
+            }
+            cause = error.source();
+        }
+        self
+    }
+
     pub(crate) fn unknown<'a>(
         what: &'static str,
         name: &str,
@@ -142,8 +219,15 @@ impl CliError {
 
 fn last_good(checkpoint: Option<&Path>) -> String {
     match checkpoint {
-        Some(path) => format!("the last good checkpoint is {}", path.display()),
+        Some(path) => format!("the last checkpoint with finite parameters is {}", path.display()),
         None => "there is no checkpoint before it".to_owned(),
+    }
+}
+
+fn lower_keep(keep: usize) -> String {
+    match keep {
+        0 | 1 => String::new(),
+        keep => format!(" or lower train.keep, which is {keep}"),
     }
 }
 
@@ -186,6 +270,24 @@ fn edit_distance(a: &str, b: &str) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_full_disk_is_named_with_the_remedy() {
+        let full = || std::io::Error::from(ErrorKind::StorageFull);
+        let run = Path::new("runs/a");
+        let io = CliError::io("create a folder in", "runs/a/checkpoints")(full());
+        let hub = CliError::from(HubError::Io {
+            action: "write",
+            path: "model.safetensors".into(),
+            source: full(),
+        });
+        for error in [io, hub] {
+            let text = error.of_checkpoint(run, 3).to_string();
+            assert!(text.contains("free some space or lower train.keep"), "{text}");
+        }
+        let other = CliError::io("read", "x")(ErrorKind::NotFound.into()).of_checkpoint(run, 3);
+        assert!(matches!(other, CliError::Io { .. }), "{other}");
+    }
 
     #[test]
     fn the_nearest_name_is_the_one_meant() {

@@ -13,6 +13,7 @@ use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
+use crate::show;
 use crate::train::{Setting, Together, TrainBackend, Trainer, build_trainer, divides};
 
 /// A learning rate that leaves the weights about where they are.
@@ -112,16 +113,16 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     }
     if let Some(path) = &arguments.html {
         std::fs::write(path, explain.to_html()).map_err(CliError::io("write", path))?;
-        eprintln!("open {} in a browser", path.display());
+        show::note(format_args!("open {} in a browser", path.display()));
     }
     if arguments.json {
-        println!("{}", explain.to_json());
+        show::line(explain.to_json());
         return Ok(());
     }
-    print!("{explain}");
+    show::text(explain);
     if arguments.graph {
         for step in trainer.report().steps {
-            println!("\n{}", step.graph);
+            show::line(format_args!("\n{}", step.graph));
         }
     }
     let report = trainer.report();
@@ -222,8 +223,8 @@ fn buckets(arguments: &ExplainArguments, link: Option<Link>, world: &World) -> O
     }
 }
 
-/// Under which assumptions the step is predicted. Kernels that were measured beside communication are as slow as that made
-/// them; those of imagined ranks ran alone.
+/// Under which assumptions the step is predicted. Kernels that were measured beside communication are as slow
+/// as that made them; those of imagined ranks ran alone.
 fn assumptions(
     arguments: &ExplainArguments,
     link: Link,
@@ -257,8 +258,8 @@ fn threads(arguments: &ExplainArguments, world: &World) -> usize {
     }
 }
 
-/// How fast kernels and communication go beside each other. On a CPU one thread of each rank moves data: it has a core of
-/// its own, or shares those of the step. A GPU does both at once.
+/// How fast kernels and communication go beside each other. On a CPU one thread of each rank moves data: it
+/// has a core of its own, or shares those of the step. A GPU does both at once.
 fn speed(report: &RegionReport, world: &World) -> f64 {
     let Some(step) = report
         .steps

@@ -1,6 +1,5 @@
 //! `kiln generate`, and the text at the end of a run.
 
-use std::io::Write;
 use std::ops::ControlFlow;
 use std::path::Path;
 
@@ -15,6 +14,7 @@ use crate::config::SampleConfig;
 use crate::data::Data;
 use crate::error::CliError;
 use crate::model::{Heads, Model};
+use crate::show;
 use crate::train::locate;
 
 /// `kiln generate`.
@@ -64,12 +64,11 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
         return Err(CliError::Usage("this architecture makes no Llama".to_owned()));
     };
     let tokenizer = checkpoint.tokenizer()?;
-    print!("{}", arguments.prompt);
+    show::text(&arguments.prompt);
     continue_text(&model, &tokenizer, &arguments.prompt, first, config, |piece| {
-        print!("{piece}");
-        let _ = std::io::stdout().flush();
+        show::text(piece);
     })?;
-    println!();
+    show::line("");
     Ok(())
 }
 

@@ -30,6 +30,7 @@ pub mod generate;
 pub mod memory;
 pub mod minify;
 pub mod model;
+mod show;
 pub mod train;
 
 use std::process::ExitCode;
@@ -43,7 +44,7 @@ pub fn run(arguments: Arguments) -> ExitCode {
     match dispatch(arguments.command) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error}");
+            show::note(format_args!("error: {error}"));
             ExitCode::FAILURE
         }
     }
@@ -66,5 +67,6 @@ fn dispatch(command: Command) -> Result<ExitCode, CliError> {
             action: CacheAction::Clear,
         } => cache::clear()?,
     }
+    show::check()?;
     Ok(ExitCode::SUCCESS)
 }

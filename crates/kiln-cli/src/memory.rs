@@ -10,6 +10,7 @@ use plotters::style::RGBColor;
 use crate::architecture::Architecture;
 use crate::error::CliError;
 use crate::model::{Batch, initialise};
+use crate::show;
 use crate::train::TrainBackend;
 use crate::train::curves::{Curve, Panel, picture};
 
@@ -86,25 +87,25 @@ pub fn curve(
         CliError::Usage("the memory curve needs a training step on the backend `cpu`".to_owned())
     })?;
     let points = kiln::memory_curve(step, options)?;
-    println!(
+    show::line(format_args!(
         "\nmemory budgets of {}: peak memory of intermediate values, kept for the backward pass, step time",
         report.name
-    );
-    println!(
+    ));
+    show::line(format_args!(
         "  an eager forward pass keeps {:.1} MiB for the backward pass",
         eager as f64 / MIB
-    );
+    ));
     let mut measured = Vec::new();
     for point in spread(&points, BUDGETS) {
         let seconds = time(options.clone().with_memory_budget(point.peak as usize))?;
-        println!(
+        show::line(format_args!(
             "  {:>12} bytes  {:8.1} MiB  kept {:8.1} MiB ({:.2} of eager)  {:9.2} ms",
             point.peak,
             point.peak as f64 / MIB,
             point.saved as f64 / MIB,
             point.saved as f64 / eager.max(1) as f64,
             seconds * 1e3
-        );
+        ));
         measured.push(Measured {
             peak: point.peak,
             saved: point.saved,

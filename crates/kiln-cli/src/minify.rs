@@ -13,6 +13,7 @@ use kiln_minify::{Case, ChildProbe, Fill, Limits, minify, observe, print_verdict
 
 use crate::args::MinifyArguments;
 use crate::error::CliError;
+use crate::show;
 
 /// The recorded step in a folder of a debug dump.
 const RECORDED: &str = "0-recorded.kg";
@@ -60,11 +61,11 @@ pub fn command(arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
         )(error));
     }
     let Some(found) = found else {
-        println!(
+        show::line(format_args!(
             "{} shows no fault on backend {}",
             dump.display(),
             arguments.backend
-        );
+        ));
         return Ok(ExitCode::SUCCESS);
     };
     let out = arguments
@@ -73,18 +74,18 @@ pub fn command(arguments: &MinifyArguments) -> Result<ExitCode, CliError> {
         .unwrap_or_else(|| dump.with_extension("min.kg"));
     let repeat = format!("kiln minify --check {}{}", out.display(), on_backend(arguments));
     std::fs::write(&out, found.to_text(&repeat)).map_err(CliError::io("write", &out))?;
-    println!("{}", found.fault);
+    show::line(&found.fault);
     let until = if found.complete {
         ""
     } else {
         ", until the time was over"
     };
     let nodes = found.case.graph.num_nodes();
-    println!(
+    show::line(format_args!(
         "{nodes} of {recorded} nodes are left; {} graphs were tried{until}",
         found.attempts
-    );
-    println!("repeat it with `{repeat}`");
+    ));
+    show::line(format_args!("repeat it with `{repeat}`"));
     Ok(ExitCode::SUCCESS)
 }
 
@@ -129,11 +130,11 @@ fn check(case: &Case, arguments: &MinifyArguments) -> Result<ExitCode, CliError>
     let observed = observed.map_err(|error| CliError::config(arguments.dump.display(), error))?;
     match observed {
         Some(fault) => {
-            println!("{fault}");
+            show::line(fault);
             Ok(ExitCode::FAILURE)
         }
         None => {
-            println!("no fault on backend {}", arguments.backend);
+            show::line(format_args!("no fault on backend {}", arguments.backend));
             Ok(ExitCode::SUCCESS)
         }
     }

@@ -185,6 +185,58 @@ pub fn initialise<B: Backend>(model: &Model<B>) -> Vec<ParamId> {
     walk.0
 }
 
+/// The path of the first parameter that holds a number which is not finite, and that number.
+///
+/// # Errors
+///
+/// [`CliError::Usage`] if a parameter cannot be read.
+pub fn not_finite<B: Backend>(model: &Model<B>) -> Result<Option<(String, f32)>, CliError> {
+    struct Look {
+        names: Vec<String>,
+        variants: usize,
+        found: Result<Option<(String, f32)>, CliError>,
+    }
+    impl<B: Backend> ModuleVisitor<B> for Look {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.names.push(name.to_owned());
+        }
+
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.names.pop();
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            if !matches!(self.found, Ok(None)) {
+                return;
+            }
+            let path = self.names.get(self.variants..).unwrap_or_default().join(".");
+            let finite = |value: &f32| value.is_finite();
+            self.found = match param.val().try_into_data() {
+                Ok(data) => {
+                    let bad = match data.as_slice::<f32>() {
+                        Ok(values) => values.iter().copied().find(|value| !finite(value)),
+                        Err(_) => data.iter::<f32>().find(|value| !finite(value)),
+                    };
+                    Ok(bad.map(|value| (path, value)))
+                }
+                Err(error) => Err(CliError::Usage(format!("{path} cannot be read: {error}"))),
+            };
+        }
+    }
+    let mut look = Look {
+        names: Vec::new(),
+        variants: variants(model),
+        found: Ok(None),
+    };
+    model.visit(&mut look);
+    look.found
+}
+
+/// How many names of enum variants every path in a model begins with.
+fn variants<B: Backend>(model: &Model<B>) -> usize {
+    if matches!(model, Model::Vision(_)) { 2 } else { 1 }
+}
+
 /// Stops the training of parameters whose path begins with one of `prefixes`. Returns the model and how many
 /// parameters that are.
 pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Model<B>, usize) {
@@ -217,11 +269,10 @@ pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Mode
             param
         }
     }
-    let variants = if matches!(model, Model::Vision(_)) { 2 } else { 1 };
     let mut mapper = Freeze {
         prefixes,
         names: Vec::new(),
-        variants,
+        variants: variants(&model),
         frozen: 0,
     };
     let model = model.map(&mut mapper);

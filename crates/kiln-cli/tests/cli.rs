@@ -310,6 +310,114 @@ fn an_interrupted_run_saves_and_leaves() {
     assert_eq!(place.checkpoints("run").last(), Some(&format!("step-{steps:08}")));
 }
 
+/// A pipe that nobody reads.
+fn closed() -> Stdio {
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    writer.into()
+}
+
+#[test]
+fn a_run_that_nobody_reads_trains_and_saves() {
+    let place = new_place();
+    let mut command = place.command(&["train", "--config", "small.toml", "--steps", "10", "--out", "run"]);
+    command.args(["--profile", "2"]);
+    for set in ["train.log_every=1", "train.checkpoint_minutes=1e300"] {
+        command.args(["--set", set]);
+    }
+    command.env("KILN_LOG", "info").stdout(closed()).stderr(closed());
+    assert!(command.status().unwrap().success());
+    assert_eq!(place.losses("run").len(), 10);
+    assert_eq!(
+        place.checkpoints("run"),
+        ["step-00000008", "step-00000010"],
+        "what is not seen is saved"
+    );
+
+    for results in [
+        &["eval", "--run", "run"][..],
+        &["generate", "--model", "run", "--prompt", "line", "--tokens", "4"],
+        &["backends"],
+        &["cache", "list"],
+    ] {
+        let status = place.command(results).stdout(closed()).status().unwrap();
+        assert!(status.success(), "{results:?}");
+    }
+    // A full disk is another matter than a reader that has read enough.
+    if let Ok(full) = std::fs::OpenOptions::new().write(true).open("/dev/full") {
+        let output = place.command(&["backends"]).stdout(full).output().unwrap();
+        let text = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.code() == Some(1) && text.contains("standard output"),
+            "{text}"
+        );
+    }
+
+    let mut command = place.command(&["train", "--config", "missing.toml"]);
+    let status = command.stderr(closed()).status().unwrap();
+    assert_eq!(status.code(), Some(1), "an error is no panic");
+}
+
+/// A long run in the folder `run`, for which hangups are ignored as by `nohup`, or are not.
+#[cfg(unix)]
+fn with_hangups(place: &Place, ignored: bool) -> Child {
+    use std::os::unix::process::CommandExt;
+
+    let arguments = ["train", "--config", "small.toml", "--steps", "100000"];
+    let mut command = place.command(&arguments);
+    command.args(["--out", "run"]);
+    let action = if ignored { libc::SIG_IGN } else { libc::SIG_DFL };
+    // SAFETY: a call that may be made between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            libc::signal(libc::SIGHUP, action);
+            Ok(())
+        })
+    };
+    let child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn();
+    child.unwrap()
+}
+
+/// Sends signals, one right after the other.
+#[cfg(unix)]
+fn send(child: &Child, signals: &[i32]) {
+    for &signal in signals {
+        // SAFETY: the process has not been waited for, so that the number is its own.
+        assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_terminal_that_is_closed_ends_a_run_with_a_checkpoint() {
+    let place = new_place();
+    let mut child = with_hangups(&place, false);
+    wait_for(&place, "run", 4, &mut child);
+    send(&child, &[libc::SIGHUP, libc::SIGHUP]);
+    std::thread::sleep(Duration::from_millis(1));
+    send(&child, &[libc::SIGTERM]);
+    let output = child.wait_with_output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(output.status.code(), Some(130), "{text}");
+    let steps = place.losses("run").len();
+    assert!(text.contains(&format!("stopped after step {steps};")), "{text}");
+    assert_eq!(place.checkpoints("run").last(), Some(&format!("step-{steps:08}")));
+}
+
+#[cfg(unix)]
+#[test]
+fn a_run_under_nohup_goes_on() {
+    let place = new_place();
+    let mut child = with_hangups(&place, true);
+    wait_for(&place, "run", 4, &mut child);
+    send(&child, &[libc::SIGHUP]);
+    let steps = place.losses("run").len() as u64;
+    wait_for(&place, "run", steps + 20, &mut child);
+    send(&child, &[libc::SIGINT]);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+}
+
 #[test]
 fn unknown_keys_models_and_backends_name_the_nearest() {
     let place = new_place();
@@ -405,6 +513,165 @@ fn a_loss_that_is_no_number_stops_the_run() {
         error.contains("at step ") && error.contains("checkpoint"),
         "{error}"
     );
+}
+
+/// The names in a folder of a run, in order.
+fn names(place: &Place, folder: &str) -> Vec<String> {
+    let entries = std::fs::read_dir(place.path(folder)).unwrap();
+    let mut names: Vec<_> = entries
+        .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+#[test]
+fn checkpoints_of_an_abandoned_line_are_set_aside() {
+    let place = new_place();
+    let set = ["--set", "sample.tokens=0", "--set", "train.keep=9"];
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "12"];
+    place.ok(&[&train[..], &set].concat());
+    let resume = |from: &str, steps: &str| -> String {
+        let arguments = [
+            "train",
+            "--resume",
+            from,
+            "--steps",
+            steps,
+            "--set",
+            "train.keep=1",
+        ];
+        let [_, said] = place.both(&arguments);
+        said
+    };
+    let said = resume("run/checkpoints/step-00000004", "6");
+    for path in ["run/abandoned/step-00000008", "run/abandoned/step-00000012"] {
+        assert_eq!(said.matches(path).count(), 1, "{said}");
+    }
+    assert_eq!(names(&place, "run/abandoned"), ["step-00000008", "step-00000012"]);
+    assert_eq!(place.checkpoints("run"), ["step-00000006"]);
+    let said = resume("run", "8");
+    assert!(
+        said.contains("going on after step 6") && !said.contains("abandoned"),
+        "{said}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000008"]);
+    // The other way: one that was set aside, in place of what came after it.
+    let said = resume("run/abandoned/step-00000008", "8");
+    assert!(said.contains("run/abandoned/step-00000008-2"), "{said}");
+    assert_eq!(place.checkpoints("run"), ["step-00000008"]);
+    assert_eq!(
+        names(&place, "run/abandoned"),
+        ["step-00000008", "step-00000008-2", "step-00000012"]
+    );
+}
+
+#[test]
+fn a_run_belongs_to_one_process() {
+    let place = new_place();
+    let train = ["train", "--config", "small.toml", "--steps", "100000"];
+    let start = || {
+        let mut command = place.command(&train);
+        command
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap()
+    };
+    let (mut one, mut other) = (start(), start());
+    wait_for(&place, "runs/small", 4, &mut one);
+    wait_for(&place, "runs/small-2", 4, &mut other);
+    let error = place.fails(&["train", "--resume", "runs/small"]);
+    assert!(
+        error.contains("another process trains in runs/small") && error.contains("--out"),
+        "{error}"
+    );
+    for child in [&mut one, &mut other] {
+        assert!(child.try_wait().unwrap().is_none(), "nobody disturbed it");
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+    assert_eq!(names(&place, "runs"), ["small", "small-2"]);
+    let last = place.checkpoints("runs/small").pop().unwrap();
+    let steps = last.trim_start_matches("step-");
+    place.ok(&["train", "--resume", "runs/small", "--steps", steps]);
+}
+
+#[test]
+fn a_parameter_that_is_no_number_is_not_saved() {
+    let place = new_place();
+    let set = ["--set", "train.keep=1", "--set", "train.evaluate_every=0"];
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "2"];
+    place.ok(&[&train[..], &set].concat());
+    // The loss of the last step is that before its update.
+    let large = [
+        "--set",
+        "schedule.rate=1e30",
+        "--set",
+        "optimizer.weight_decay=1e30",
+    ];
+    let error = place.fails(&[&["train", "--resume", "run", "--steps", "3"], &large[..]].concat());
+    assert!(
+        error.contains("the parameter ") && error.contains("at step 3") && error.contains("step-00000002"),
+        "{error}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000002"]);
+}
+
+#[test]
+fn an_evaluation_that_is_no_number_is_a_failure() {
+    let place = new_place();
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "1"];
+    // Every parameter moves by as much: products overflow, and the parameters do not.
+    let large = [
+        "--set",
+        "schedule.rate=1e15",
+        "--set",
+        "schedule.warmup=0",
+        "--set",
+        "optimizer.weight_decay=0.0",
+    ];
+    let error = place.fails(&[&train[..], &large].concat());
+    assert!(error.contains("the evaluation loss is "), "{error}");
+    let log = std::fs::read_to_string(place.path("run/log.jsonl")).unwrap();
+    assert!(log.lines().last().unwrap().contains("\"loss\":null"), "{log}");
+    let error = place.fails(&["eval", "--run", "run"]);
+    assert!(error.contains("the evaluation loss is "), "{error}");
+}
+
+#[test]
+fn a_resumed_run_that_is_another_one_keeps_its_config() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "4"]);
+    let config = || std::fs::read_to_string(place.path("run/config.toml")).unwrap();
+    let before = config();
+    let resume = ["train", "--resume", "run", "--steps", "8", "--set"];
+    for (set, expected) in [
+        ("train.batch_size=8", "leave it at 4"),
+        ("seed=3", "leave it at 0"),
+        ("data.length=8", "data.length"),
+        ("optimizer.name=sgd", "leave it at adamw"),
+        ("model.layers=2", "leave it at 1"),
+        ("model.dropout=0.5", "leave it at 0.1"),
+    ] {
+        let error = place.fails(&[&resume[..], &[set]].concat());
+        assert!(
+            error.contains(set.split('=').next().unwrap())
+                && error.contains(expected)
+                && error.contains("model.weights = \"run/checkpoints/step-00000004\""),
+            "{set}: {error}"
+        );
+        assert_eq!(config(), before, "{set}");
+    }
+    // A checkpoint of an earlier version does not say whose state it has.
+    let state = place.path("run/checkpoints/step-00000004/state.json");
+    let text = std::fs::read_to_string(&state).unwrap();
+    std::fs::write(&state, text.replace("\"adamw\"", "null")).unwrap();
+    let error = place.fails(&[&resume[..], &["optimizer.name=sgd"]].concat());
+    assert!(error.contains("leave optimizer.name as it was"), "{error}");
+    assert_eq!(config(), before);
+    place.ok(&[&resume[..], &["train.keep=3"]].concat());
+    assert!(config().contains("keep = 3"));
 }
 
 #[test]

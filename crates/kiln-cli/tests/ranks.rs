@@ -206,6 +206,36 @@ fn ranks_that_divide_a_master_copy_write_whole_checkpoints() {
 }
 
 #[test]
+fn ranks_do_not_go_on_from_different_checkpoints() {
+    let place = Shared::new();
+    let Some(()) = place.ok(
+        1,
+        &["train", "--config", "small.toml", "--out", "run", "--steps", "8"],
+    ) else {
+        return;
+    };
+    let resume = |step| format!("run/checkpoints/step-{step:08}");
+    let mut command = place
+        .command(1, &["train", "--resume", &resume(8), "--steps", "24"])
+        .unwrap();
+    command.args([":", "-n", "1", env!("CARGO_BIN_EXE_kiln")]).args([
+        "train",
+        "--resume",
+        &resume(4),
+        "--steps",
+        "24",
+    ]);
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{text}");
+    for part in ["it has 4, rank 0 has 8", "the same checkpoint", "--resume"] {
+        assert!(text.contains(part), "{part}: {text}");
+    }
+    assert_eq!(place.losses("run").len(), 8, "the run is as it was");
+    assert_eq!(place.checkpoints("run"), ["step-00000004", "step-00000008"]);
+}
+
+#[test]
 fn a_killed_rank_ends_the_run_and_a_resume_goes_on_with_the_same_losses() {
     a_killed_rank(&[]);
 }
@@ -215,7 +245,8 @@ fn a_killed_rank_with_a_share_of_the_state_loses_nothing() {
     a_killed_rank(&SHARDED);
 }
 
-/// Kills one of two ranks at some moment, and compares the losses of the resumed run with those of a whole one.
+/// Kills one of two ranks at some moment, and compares the losses of the resumed run with those of a whole
+/// one.
 fn a_killed_rank(more: &[&str]) {
     let place = Shared::new();
     let train = |run: &str| {
@@ -269,8 +300,8 @@ fn a_killed_rank(more: &[&str]) {
     assert_eq!(place.losses("whole"), place.losses("killed"), "bit for bit");
 }
 
-/// The launchers of Debian's two MPIs. Sums go in the order of ranks and over both in the same way, so that runs are equal
-/// bit for bit; and so they are with buckets of any size.
+/// The launchers of Debian's two MPIs. Sums go in the order of ranks and over both in the same way, so that
+/// runs are equal bit for bit; and so they are with buckets of any size.
 #[test]
 fn neither_the_mpi_nor_the_buckets_change_a_bit() {
     let place = Shared::new();

@@ -5,8 +5,8 @@
 //! and runs the step. `median` and `min` are of calls after the step is replayed. The fields are those of the
 //! peers in `crates/kiln-cli/peers`, so that lines can stand beside each other.
 //!
-//! Started as several ranks (`torchrun`, `mpirun`, `srun`), the ranks train together, each on `--batch` examples of its
-//! own, and rank 0 prints.
+//! Started as several ranks (`torchrun`, `mpirun`, `srun`), the ranks train together, each on `--batch`
+//! examples of its own, and rank 0 prints.
 
 mod subject;
 mod table;
@@ -22,6 +22,7 @@ use crate::args::BenchArguments;
 use crate::config::OptimizerConfig;
 use crate::error::CliError;
 use crate::model::{initialise, without_autodiff};
+use crate::show;
 use crate::train::{Setting, Together, TrainBackend, build_trainer, peak_memory_mb};
 pub use subject::Subject;
 
@@ -90,10 +91,10 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         return Ok(());
     }
     if arguments.json {
-        println!(
+        show::line(format_args!(
             "{}",
             serde_json::to_string(&measurement).map_err(|error| CliError::Usage(error.to_string()))?
-        );
+        ));
         return Ok(());
     }
     let Measurement {
@@ -115,31 +116,31 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
     } else {
         "training step"
     };
-    println!(
+    show::line(format_args!(
         "{name} on {peer}: {what} {:.1} ms (fastest {:.1} ms)",
         median * 1e3,
         min * 1e3
-    );
-    println!(
+    ));
+    show::line(format_args!(
         "first call {first:.1} s, of which compiling {:.1} s",
         compile_s.unwrap_or(0.0)
-    );
+    ));
     if *proofs > 0 {
-        println!(
+        show::line(format_args!(
             "{proofs} of the timed calls were recorded as proofs, which took {:.2} % of all",
             100.0 * proof_share
-        );
+        ));
     }
     let arena = arena_mb.map_or_else(String::new, |arena| format!(", arena {arena:.1} MiB"));
     let of_gpu = device_mb.map_or_else(String::new, |mb| format!(", of the GPU {mb} MiB"));
-    println!(
+    show::line(format_args!(
         "peak memory {mem_mb} MiB{of_gpu}{arena}, last {} {loss:.4}",
         if arguments.infer {
             "mean of the output"
         } else {
             "loss"
         }
-    );
+    ));
     Ok(())
 }
 

@@ -16,6 +16,7 @@ use kiln::Place;
 use super::Measurement;
 use crate::args::{BenchArguments, autocast_name};
 use crate::error::CliError;
+use crate::show;
 
 /// This program's name in the table.
 const KILN: &str = "kiln";
@@ -105,7 +106,7 @@ impl Program {
                 .rev()
                 .find(|line| !line.trim().is_empty())
                 .unwrap_or("it printed no measurement");
-            eprintln!("{} has no number for {model}: {reason}", self.name);
+            show::note(format_args!("{} has no number for {model}: {reason}", self.name));
         }
         measurement
     }
@@ -140,17 +141,17 @@ pub fn command(arguments: &BenchArguments) -> Result<(), CliError> {
         let medians = measure_row(&programs, row, arguments, scripts.path())?;
         let (text, ratio) = table_rows(row, &medians);
         // Results are printed at once, because people watch and interrupt long runs.
-        eprint!("{text}");
+        show::aside(&text);
         table += &text;
         ratios.extend(ratio);
     }
-    print!("{table}");
+    show::text(table);
     if !ratios.is_empty() {
         let mean = (ratios.iter().map(|ratio| ratio.ln()).sum::<f64>() / ratios.len() as f64).exp();
-        println!(
+        show::line(format_args!(
             "\nStep time of kiln over that of the fastest peer: geometric mean {mean:.2} over {} models.",
             ratios.len()
-        );
+        ));
     }
     Ok(())
 }
@@ -174,7 +175,12 @@ fn measure_row(
         .collect::<Result<_, _>>()
         .map_err(CliError::io("create a temporary folder in", scripts))?;
     for round in 0..arguments.rounds.max(1) {
-        eprintln!("{}: round {} of {}", row.0, round + 1, arguments.rounds.max(1));
+        show::note(format_args!(
+            "{}: round {} of {}",
+            row.0,
+            round + 1,
+            arguments.rounds.max(1)
+        ));
         for (index, program) in programs.iter().enumerate() {
             // A program that failed once is not run again.
             if !works[index] {
@@ -290,10 +296,10 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
             .stderr(Stdio::null())
             .status();
         if !found.is_ok_and(|status| status.success()) {
-            eprintln!(
+            show::note(format_args!(
                 "{} has no {module}; set PEER_PYTHON to an interpreter that has it",
                 python.display()
-            );
+            ));
             continue;
         }
         let script = scripts.join(format!("{module}_step.py"));

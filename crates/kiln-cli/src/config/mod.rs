@@ -119,7 +119,7 @@ pub struct DataConfig {
     #[serde(default)]
     pub paths: Vec<PathBuf>,
     /// Files or folders of the evaluation; without them a part of `paths` is set aside where the source has
-    /// no test set of its own.
+    /// no test set of its own. One for `table` and `images`, none for the sources that have their own.
     #[serde(default)]
     pub evaluation_paths: Vec<PathBuf>,
     /// Part of the examples set aside for evaluation.
@@ -154,6 +154,50 @@ pub struct DataConfig {
     pub label_field: String,
 }
 
+impl ModelConfig {
+    /// The settings that a checkpoint fixes, as texts by their key.
+    pub fn fixed(&self) -> [(&'static str, String); 7] {
+        fn text<T: ToString>(value: Option<&T>) -> String {
+            value.map_or_else(|| "unset".to_owned(), T::to_string)
+        }
+        [
+            ("model.name", self.name.clone()),
+            ("model.hidden_size", text(self.hidden_size.as_ref())),
+            ("model.layers", text(self.layers.as_ref())),
+            ("model.heads", text(self.heads.as_ref())),
+            ("model.intermediate_size", text(self.intermediate_size.as_ref())),
+            ("model.tie_embeddings", text(self.tie_embeddings.as_ref())),
+            ("model.dropout", text(self.dropout.as_ref())),
+        ]
+    }
+}
+
+impl DataConfig {
+    /// Paths that would not be read.
+    fn check(&self) -> Result<(), String> {
+        let (most, reason) = match self.source {
+            DataSource::Text => return Ok(()),
+            DataSource::Table => (1, "one JSONL or CSV file is read"),
+            DataSource::Images => (1, "one folder with the classes of data.paths is read"),
+            DataSource::Passages => (0, "a part of the passages is set aside, data.evaluation_fraction"),
+            DataSource::Shapes => (
+                0,
+                "other pictures are drawn, data.evaluation_fraction says how many",
+            ),
+            DataSource::Cifar10 | DataSource::Cifar100 => (0, "its test set is in the folder of data.paths"),
+        };
+        let paths = self.evaluation_paths.len();
+        if paths > most {
+            let name = serde_json::to_string(&self.source).unwrap_or_default();
+            return Err(format!(
+                "data.evaluation_paths has {paths} entries, but data.source = {name} takes {}: {reason}",
+                if most == 0 { "none" } else { "at most one" }
+            ));
+        }
+        Ok(())
+    }
+}
+
 /// The loop.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -186,7 +230,7 @@ pub struct TrainConfig {
     pub evaluation_batches: usize,
     /// Steps between checkpoints; 0 saves at the end only.
     pub checkpoint_every: u64,
-    /// Minutes between checkpoints, whatever their number of steps; 0 switches this off.
+    /// Minutes between checkpoints, whatever their number of steps; 0 switches this off, and so does `inf`.
     pub checkpoint_minutes: f64,
     /// Checkpoints kept, the newest.
     pub keep: usize,
@@ -214,14 +258,19 @@ impl Default for TrainConfig {
     }
 }
 
+/// More examples, batches or tokens than any memory holds at once.
+const MOST: usize = 1 << 24;
+/// Sides of pictures have 16 bits.
+const LARGEST_SIDE: usize = 65535;
+
 /// Several ranks: processes that `mpirun` or `srun` starts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DistributedConfig {
     /// How long a rank waits for another one.
     pub timeout_seconds: f64,
-    /// The most megabytes (of 2^20 bytes) of gradients that travel together; 0 for a size that follows from the link
-    /// between the ranks.
+    /// The most megabytes (of 2^20 bytes) of gradients that travel together; 0 for a size that follows from
+    /// the link between the ranks.
     pub bucket_mb: f64,
     /// The same for the first ones, which are to travel early; 0 for a twenty-fifth of `bucket_mb`.
     pub first_bucket_mb: f64,
@@ -375,6 +424,15 @@ impl Config {
         if let Some((key, _)) = positive.into_iter().find(|&(_, value)| value == 0) {
             return Err(format!("{key} is 0; it must be at least 1"));
         }
+        let bounded = [
+            ("train.batch_size", self.train.batch_size, MOST),
+            ("train.accumulate", self.train.accumulate, MOST),
+            ("data.length", self.data.length, MOST),
+            ("data.image_size", self.data.image_size, LARGEST_SIDE),
+        ];
+        if let Some((key, value, most)) = bounded.into_iter().find(|&(_, value, most)| value > most) {
+            return Err(format!("{key} is {value}; it must be at most {most}"));
+        }
         if !(0.0..1.0).contains(&self.data.evaluation_fraction) {
             return Err(format!(
                 "data.evaluation_fraction is {}; it must be at least 0 and below 1",
@@ -394,6 +452,19 @@ impl Config {
                 ));
             }
         }
+        let minutes = self.train.checkpoint_minutes;
+        if minutes.is_nan() || minutes < 0.0 {
+            return Err(format!(
+                "train.checkpoint_minutes is {minutes}; it must be at least 0, and 0 saves by steps only"
+            ));
+        }
+        if self.train.memory_budget_mb.checked_mul(1 << 20).is_none() {
+            return Err(format!(
+                "train.memory_budget_mb is {}, more than there are addresses; 0 is no bound",
+                self.train.memory_budget_mb
+            ));
+        }
+        self.data.check()?;
         self.optimizer.check()?;
         self.schedule.check()
     }
@@ -487,6 +558,76 @@ mod tests {
         assert_eq!(config.sample.prompt, "a b");
         assert!(Config::parse(SMALL, "x.toml", &["train".into()]).is_err());
         assert!(Config::parse(SMALL, "x.toml", &["train.batch_size=0".into()]).is_err());
+    }
+
+    #[test]
+    fn numbers_that_no_run_can_have_are_refused() {
+        let error = |set: &str| {
+            let parsed = Config::parse(SMALL, "x.toml", &[set.to_owned()]);
+            parsed.expect_err(set).to_string()
+        };
+        for set in [
+            "train.checkpoint_minutes=-1.0",
+            "train.checkpoint_minutes=nan",
+            "train.accumulate=1000000000000000000",
+            "train.batch_size=1000000000000000000",
+            "train.memory_budget_mb=17592186044416",
+            "data.length=1000000000000000000",
+            "data.image_size=65536",
+            "optimizer.clip_norm=-1.0",
+            "optimizer.clip_norm=nan",
+            "optimizer.clip_norm=inf",
+            "optimizer.clip_value=-1.0",
+            "optimizer.weight_decay=-0.1",
+            "optimizer.weight_decay=nan",
+            "optimizer.epsilon=-1e-8",
+            "optimizer.momentum=-0.9",
+        ] {
+            let (key, _) = set.split_once('=').unwrap();
+            let error = error(set);
+            assert!(error.contains(key) && error.contains(" is "), "{set}: {error}");
+        }
+        for set in [
+            "train.checkpoint_minutes=inf",
+            "train.checkpoint_minutes=1e300",
+            "train.memory_budget_mb=17592186044415",
+            "optimizer.clip_norm=0.0",
+            "optimizer.weight_decay=0.0",
+        ] {
+            let parsed = Config::parse(SMALL, "x.toml", &[set.to_owned()]);
+            assert!(parsed.is_ok(), "{set}: {parsed:?}");
+        }
+    }
+
+    #[test]
+    fn evaluation_paths_that_would_not_be_read_are_refused() {
+        let check = |source: &str, paths: &str| {
+            let set = [
+                format!("data.source=\"{source}\""),
+                format!("data.evaluation_paths={paths}"),
+            ];
+            Config::parse(SMALL, "x.toml", &set).map(drop)
+        };
+        for (source, one, several) in [
+            ("text", true, true),
+            ("table", true, false),
+            ("images", true, false),
+            ("passages", false, false),
+            ("shapes", false, false),
+            ("cifar10", false, false),
+            ("cifar100", false, false),
+        ] {
+            assert!(check(source, "[]").is_ok());
+            for (paths, taken) in [("[\"a\"]", one), ("[\"a\", \"b\"]", several)] {
+                let checked = check(source, paths);
+                assert_eq!(checked.is_ok(), taken, "{source} {paths}: {checked:?}");
+                let told = |error: CliError| {
+                    let error = error.to_string();
+                    error.contains("data.evaluation_paths") && error.contains(&format!("\"{source}\""))
+                };
+                assert!(checked.err().is_none_or(told), "{source} {paths}");
+            }
+        }
     }
 
     #[test]

@@ -68,6 +68,22 @@ impl OptimizerConfig {
                 ));
             }
         }
+        for (key, value) in [
+            ("epsilon", f64::from(self.epsilon)),
+            ("weight_decay", f64::from(self.weight_decay)),
+            ("momentum", self.momentum),
+        ] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return Err(format!("optimizer.{key} is {value}; it must be at least 0"));
+            }
+        }
+        for (key, value) in [("clip_norm", self.clip_norm), ("clip_value", self.clip_value)] {
+            if !(value >= 0.0 && value.is_finite()) {
+                return Err(format!(
+                    "optimizer.{key} is {value}; it must be positive, or 0 for gradients that are not clipped"
+                ));
+            }
+        }
         if self.clip_norm > 0.0 && self.clip_value > 0.0 {
             return Err(
                 "optimizer.clip_norm and optimizer.clip_value are both set; burn-optim clips by one of them"

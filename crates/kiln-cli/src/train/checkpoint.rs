@@ -9,6 +9,8 @@
 //!     model.safetensors  config.json  tokenizer.json   what other programs read
 //!     optimizer.mpk             the optimizer's state, in Burn's recorder format
 //!     state.json                step, place in the data, random generator, checksums
+//!   abandoned/step-00000300/    checkpoints after the one that a run was resumed from
+//!   .lock                       locked by the process that trains here
 //! ```
 //!
 //! A checkpoint is written into a folder with another name, flushed to the disk, and renamed: whatever stands
@@ -27,10 +29,13 @@ use kiln_hub::write_bytes_atomic;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::config::OptimizerName;
 use crate::error::CliError;
 
 const STATE: &str = "state.json";
 const OPTIMIZER: &str = "optimizer.mpk";
+/// Where a run has the checkpoints of a line that it does not go on with.
+const ABANDONED: &str = "abandoned";
 /// Names of folders that are being written.
 const UNFINISHED: &str = ".writing-";
 
@@ -46,20 +51,51 @@ pub struct State {
     /// Loss scaling, if the loss is scaled: the scale, the steps since it changed, and the skipped steps.
     #[serde(default)]
     pub loss_scale: Option<(f32, u32, u32)>,
+    /// Whose state `optimizer.mpk` is; checkpoints of earlier versions do not say.
+    #[serde(default)]
+    pub optimizer: Option<OptimizerName>,
     /// SHA-256 of each other file, in hexadecimal.
     pub files: BTreeMap<String, String>,
 }
 
 impl State {
     /// The state now, after `step` optimizer steps.
-    pub fn now(step: u64, data: LoaderState, loss_scale: Option<LossScale>) -> Self {
+    pub fn now(
+        step: u64,
+        data: LoaderState,
+        loss_scale: Option<LossScale>,
+        optimizer: OptimizerName,
+    ) -> Self {
         let random = random::state().map(|Stream { seed, stream }| (seed, stream));
         Self {
             step,
             data,
             random,
             loss_scale: loss_scale.map(|now| (now.scale, now.steps, now.skipped)),
+            optimizer: Some(optimizer),
             files: BTreeMap::new(),
+        }
+    }
+
+    /// Makes sure that the state in `folder` is that of the optimizer of a config. Adam and AdamW have the
+    /// same state.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Differs`].
+    pub fn check_optimizer(&self, folder: &Path, now: OptimizerName) -> Result<(), CliError> {
+        let kind = |name| match name {
+            OptimizerName::Adam => OptimizerName::AdamW,
+            other => other,
+        };
+        match self.optimizer {
+            Some(saved) if kind(saved) != kind(now) => Err(CliError::Differs {
+                what: "optimizer.name".to_owned(),
+                saved: format!("{saved:?}").to_lowercase(),
+                now: format!("{now:?}").to_lowercase(),
+                path: folder.to_path_buf(),
+            }),
+            _ => Ok(()),
         }
     }
 
@@ -84,6 +120,7 @@ impl State {
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
     folder: PathBuf,
+    abandoned: PathBuf,
 }
 
 impl Checkpoints {
@@ -91,6 +128,7 @@ impl Checkpoints {
     pub fn of(run: &Path) -> Self {
         Self {
             folder: run.join("checkpoints"),
+            abandoned: run.join(ABANDONED),
         }
     }
 
@@ -109,8 +147,32 @@ impl Checkpoints {
         self.list().pop()
     }
 
-    /// Writes a checkpoint; `write` puts the model into the folder it is given. Then removes all but the
-    /// newest `keep`. Returns the folder.
+    /// Moves the checkpoints after `step`, from which a run goes on, out of the way: they are of another
+    /// line, and neither the newest nor to be counted. Returns where they are now, oldest first.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`].
+    pub fn set_aside(&self, step: u64) -> Result<Vec<PathBuf>, CliError> {
+        let later = |path: &PathBuf| step_of(path).is_some_and(|found| found > step);
+        let mut moved = Vec::new();
+        for path in self.list().into_iter().filter(later) {
+            std::fs::create_dir_all(&self.abandoned).map_err(CliError::io("create", &self.abandoned))?;
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let mut target = self.abandoned.join(&*name);
+            let mut number = 2;
+            while target.exists() {
+                target = self.abandoned.join(format!("{name}-{number}"));
+                number += 1;
+            }
+            std::fs::rename(&path, &target).map_err(CliError::io("move a checkpoint to", &target))?;
+            moved.push(target);
+        }
+        Ok(moved)
+    }
+
+    /// Writes a checkpoint; `write` puts the model into the folder it is given. Then removes all others but
+    /// the newest `keep - 1`. Returns the folder.
     ///
     /// # Errors
     ///
@@ -123,7 +185,6 @@ impl Checkpoints {
         write: impl FnOnce(&Path) -> Result<(), CliError>,
     ) -> Result<PathBuf, CliError> {
         std::fs::create_dir_all(&self.folder).map_err(CliError::io("create", &self.folder))?;
-        self.remove_unfinished();
         let unfinished = tempfile::Builder::new()
             .prefix(UNFINISHED)
             .tempdir_in(&self.folder)
@@ -157,8 +218,9 @@ impl Checkpoints {
         if let Ok(folder) = File::open(&self.folder) {
             let _ = folder.sync_all();
         }
-        let all = self.list();
-        for old in &all[..all.len().saturating_sub(keep)] {
+        let mut others = self.list();
+        others.retain(|other| *other != target);
+        for old in &others[..others.len().saturating_sub(keep.saturating_sub(1))] {
             if let Err(error) = std::fs::remove_dir_all(old) {
                 tracing::warn!("cannot remove the old checkpoint {}: {error}", old.display());
             }
@@ -166,13 +228,19 @@ impl Checkpoints {
         Ok(target)
     }
 
-    /// Removes folders that a killed program left unfinished.
-    fn remove_unfinished(&self) {
+    /// Removes folders that a killed program left unfinished. Only for the one process that trains here.
+    pub fn remove_unfinished(&self) {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
         for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED)) {
             let _ = std::fs::remove_dir_all(entry.path());
         }
     }
+}
+
+/// Whether a checkpoint was set aside.
+pub fn is_abandoned(checkpoint: &Path) -> bool {
+    let parent = checkpoint.parent().and_then(Path::file_name);
+    parent.is_some_and(|name| name == ABANDONED)
 }
 
 /// The step in a checkpoint folder's name.
@@ -281,4 +349,82 @@ fn make_readable(path: &Path) -> std::io::Result<()> {
 #[cfg(not(unix))]
 fn make_readable(_path: &Path) -> std::io::Result<()> {
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn names(folder: &Path) -> Vec<String> {
+        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+        let mut names: Vec<_> = entries
+            .map(|entry| entry.file_name().into_string().unwrap())
+            .collect();
+        names.sort();
+        names
+    }
+
+    fn write(checkpoints: &Checkpoints, step: u64, keep: usize) -> PathBuf {
+        let data = LoaderState {
+            seed: 0,
+            epoch: 0,
+            batch: step,
+            batch_size: 1,
+            examples: 9,
+        };
+        let state = State::now(step, data, None, OptimizerName::Sgd);
+        checkpoints.write(state, b"state", keep, |_| Ok(())).unwrap()
+    }
+
+    #[test]
+    fn later_checkpoints_are_set_aside_and_nothing_is_overwritten() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        for step in [10, 20, 30] {
+            write(&checkpoints, step, 9);
+        }
+        let abandoned = run.path().join(ABANDONED);
+        assert_eq!(
+            checkpoints.set_aside(10).unwrap(),
+            ["step-00000020", "step-00000030"].map(|name| abandoned.join(name))
+        );
+        assert!(checkpoints.set_aside(10).unwrap().is_empty());
+        let first = write(&checkpoints, 20, 9);
+        assert_eq!(checkpoints.last(), Some(first));
+        checkpoints.set_aside(10).unwrap();
+        assert_eq!(
+            names(&abandoned),
+            ["step-00000020", "step-00000020-2", "step-00000030"]
+        );
+        assert_eq!(names(&run.path().join("checkpoints")), ["step-00000010"]);
+    }
+
+    #[test]
+    fn the_checkpoint_just_written_stays() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        write(&checkpoints, 30, 1);
+        let written = write(&checkpoints, 20, 1);
+        assert_eq!(checkpoints.list(), std::slice::from_ref(&written));
+        assert!(read_state(&written).is_ok());
+    }
+
+    #[test]
+    fn another_optimizer_is_named() {
+        let data = LoaderState {
+            seed: 0,
+            epoch: 0,
+            batch: 0,
+            batch_size: 1,
+            examples: 9,
+        };
+        let state = State::now(1, data, None, OptimizerName::AdamW);
+        let check = |now| state.check_optimizer(Path::new("at"), now);
+        assert!(check(OptimizerName::AdamW).is_ok() && check(OptimizerName::Adam).is_ok());
+        let error = check(OptimizerName::Sgd).unwrap_err().to_string();
+        assert!(
+            error.contains("optimizer.name is adamw") && error.contains("sgd"),
+            "{error}"
+        );
+    }
 }

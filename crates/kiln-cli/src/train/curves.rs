@@ -104,10 +104,16 @@ pub fn draw(name: &str, entries: &[Entry]) -> Result<String, CliError> {
     for entry in entries {
         match *entry {
             Entry::Step { step, loss, rate, .. } => {
-                losses.push((step as f64, f64::from(loss)));
+                // A loss that is not finite, of a step that was skipped, has no place in a picture.
+                if loss.is_finite() {
+                    losses.push((step as f64, f64::from(loss)));
+                }
                 rates.push((step as f64, rate));
             }
-            Entry::Evaluation { step, loss, .. } => evaluations.push((step as f64, f64::from(loss))),
+            Entry::Evaluation { step, loss, .. } if loss.is_finite() => {
+                evaluations.push((step as f64, f64::from(loss)));
+            }
+            Entry::Evaluation { .. } => {}
         }
     }
     let smooth = smoothed(&losses);
@@ -221,6 +227,23 @@ mod tests {
             }
         }
         assert_eq!(curves, 3, "loss, its mean and the learning rate");
+    }
+
+    #[test]
+    fn a_loss_that_is_no_number_is_left_out() {
+        let evaluation = |step, loss| Entry::Evaluation {
+            step,
+            loss,
+            accuracy: None,
+        };
+        let svg = draw(
+            "run",
+            &[evaluation(1, 2.0), evaluation(2, f32::NAN), evaluation(3, 1.0)],
+        )
+        .unwrap();
+        assert!(svg.contains("polyline") && !svg.contains("NaN"), "{svg}");
+        let without = draw("run", &[evaluation(1, 2.0), evaluation(3, 1.0)]).unwrap();
+        assert_eq!(svg, without);
     }
 
     #[test]

@@ -19,6 +19,23 @@ pub struct Evaluation {
     pub accuracy: Option<f64>,
 }
 
+impl Evaluation {
+    /// Makes sure that the loss is a number.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Evaluation`].
+    pub fn check(&self, step: u64) -> Result<(), CliError> {
+        match self.loss.is_finite() {
+            true => Ok(()),
+            false => Err(CliError::Evaluation {
+                step,
+                loss: self.loss,
+            }),
+        }
+    }
+}
+
 impl fmt::Display for Evaluation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "evaluation loss {:.4}", self.loss)?;

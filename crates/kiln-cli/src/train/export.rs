@@ -3,6 +3,7 @@
 use crate::args::ExportArguments;
 use crate::config::Config;
 use crate::error::CliError;
+use crate::show;
 
 use super::progress::Progress;
 use super::ranks::Ranks;
@@ -39,9 +40,9 @@ pub fn command(arguments: &ExportArguments) -> Result<(), CliError> {
     }
     progress.finish();
     run.trainer.export(&arguments.out)?;
-    println!(
+    show::line(format_args!(
         "{}: the step after step {last} (the checkpoint's and {UNTIL_KNOWN} more, which showed what the step is); README.md there says how to call it",
         arguments.out.display()
-    );
+    ));
     Ok(())
 }

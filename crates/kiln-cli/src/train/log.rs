@@ -5,7 +5,7 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use kiln_hub::write_bytes_atomic;
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::CliError;
 
@@ -18,6 +18,7 @@ pub enum Entry {
         /// Its number, from 1.
         step: u64,
         /// Mean loss before the update.
+        #[serde(deserialize_with = "number")]
         loss: f32,
         /// Learning rate.
         rate: f64,
@@ -27,8 +28,8 @@ pub enum Entry {
         per_second: f64,
         /// Peak memory of the process so far in MiB, where the system tells.
         memory_mb: Option<u64>,
-        /// Seconds of the step in which this rank waited for others, where there are several: communication that no kernel
-        /// hid.
+        /// Seconds of the step in which this rank waited for others, where there are several: communication
+        /// that no kernel hid.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         exposed: Option<f64>,
         /// What the loss is multiplied by, now and then, if the loss is scaled (`train.autocast = "f16"`).
@@ -43,6 +44,7 @@ pub enum Entry {
         /// Steps done.
         step: u64,
         /// Mean loss.
+        #[serde(deserialize_with = "number")]
         loss: f32,
         /// Part of the examples whose likeliest class is theirs, of classifiers.
         accuracy: Option<f64>,
@@ -122,9 +124,13 @@ impl Log {
 }
 
 fn line(entry: &Entry) -> String {
-    // Numbers, texts and options always have a JSON form; a loss that is not a number has ended the run
-    // before.
+    // Numbers, texts and options always have a JSON form; that of a loss which is not finite is `null`.
     serde_json::to_string(entry).unwrap_or_default() + "\n"
+}
+
+/// A number as [`line`] writes it.
+fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
+    Ok(Option::deserialize(from)?.unwrap_or(f32::NAN))
 }
 
 /// Reads a log; an incomplete last line, of a program that was killed, is passed over. No file is an empty
@@ -137,5 +143,39 @@ fn read(path: &Path) -> Result<Vec<Entry>, CliError> {
             .collect()),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(Vec::new()),
         Err(error) => Err(CliError::io("read", path)(error)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_loss_that_is_no_number_reads_back() {
+        let run = tempfile::tempdir().unwrap();
+        let mut log = Log::open(run.path(), 0).unwrap();
+        for loss in [f32::NAN, f32::INFINITY, 0.1] {
+            log.add(Entry::Evaluation {
+                step: 3,
+                loss,
+                accuracy: None,
+            })
+            .unwrap();
+        }
+        let text = std::fs::read_to_string(run.path().join("log.jsonl")).unwrap();
+        assert_eq!(text.matches("\"loss\":null").count(), 2, "{text}");
+        let log = Log::open(run.path(), 3).unwrap();
+        let losses = log.entries().iter().map(|entry| match entry {
+            Entry::Step { loss, .. } | Entry::Evaluation { loss, .. } => *loss,
+        });
+        let losses: Vec<f32> = losses.collect();
+        assert!(
+            losses[0].is_nan() && losses[1].is_nan() && losses[2] == 0.1,
+            "{losses:?}"
+        );
+        assert_eq!(
+            std::fs::read_to_string(run.path().join("log.jsonl")).unwrap(),
+            text
+        );
     }
 }

@@ -14,6 +14,8 @@ mod checkpoint;
 pub(crate) mod curves;
 mod evaluate;
 pub mod export;
+mod folder;
+mod interrupt;
 mod log;
 mod profile;
 mod progress;
@@ -24,13 +26,12 @@ mod utilization;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use burn::module::ParamId;
 use burn::tensor::backend::Backend;
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, Place};
-use kiln_hub::data::Batches;
+use kiln_hub::data::{Batches, DataError};
 use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
@@ -39,10 +40,12 @@ use crate::args::{EvalArguments, TrainArguments, parse_autocast, parse_weights};
 use crate::config::Config;
 use crate::data::{Data, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
-use crate::model::{Family, Heads, freeze, initialise, without_autodiff};
+use crate::model::{Family, Heads, freeze, initialise, not_finite, without_autodiff};
+use crate::show;
 pub use checkpoint::{Checkpoints, locate};
-use checkpoint::{State, damaged, read_optimizer, read_state};
+use checkpoint::{State, damaged, is_abandoned, read_optimizer, read_state};
 use evaluate::Evaluator;
+use folder::Claim;
 use log::{Entry, Log};
 use profile::StepProfile;
 pub use progress::peak_memory_mb;
@@ -55,11 +58,6 @@ use trainer::{Loss, SavedState};
 pub use trainer::{Setting, Together, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
 
-/// The exit code of a program that Ctrl-C ended.
-const INTERRUPTED: u8 = 130;
-
-static STOP: AtomicBool = AtomicBool::new(false);
-
 /// `kiln train`.
 ///
 /// # Errors
@@ -69,18 +67,21 @@ static STOP: AtomicBool = AtomicBool::new(false);
 pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     let Settings { config, folder, from } = Settings::of(arguments)?;
     let ranks = Ranks::connect(&config)?;
-    let folder = match folder {
-        Some(folder) => folder,
-        None if ranks.is_first() => new_folder(arguments.out.as_deref(), &config.name)?,
-        // Rank 0 tells it.
-        None => PathBuf::new(),
+    // Until the command ends.
+    let claim = match (&folder, &arguments.resume) {
+        _ if !ranks.is_first() => None,
+        (Some(folder), Some(place)) => Some(Claim::resume(folder, from.as_deref(), place)?),
+        _ => Some(Claim::start(arguments.out.as_deref(), &config.name)?),
     };
+    // Of a new run, rank 0 tells it.
+    let folder = folder.or_else(|| Some(claim.as_ref()?.folder().to_path_buf()));
+    let folder = folder.unwrap_or_default();
     let profile = arguments
         .profile
         .map(|steps| StepProfile::start(steps, ranks.rank()));
     let mut run = Run::open(config, folder, from.as_deref(), ranks)?;
     run.profile = profile;
-    install_interrupt();
+    interrupt::install();
     run.go()
 }
 
@@ -113,25 +114,8 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
         CliError::Usage("this run sets no examples aside: data.evaluation_fraction is 0 and data.evaluation_paths is empty"
                 .to_owned())
     })?;
-    println!("step {}: {result}", state.step);
-    Ok(())
-}
-
-/// The folder of a new run. A folder asked for must not hold a run; the default one gets a number if it does.
-fn new_folder(out: Option<&Path>, name: &str) -> Result<PathBuf, CliError> {
-    let occupied = |folder: &Path| folder.join("config.toml").exists();
-    if let Some(folder) = out {
-        if occupied(folder) {
-            return Err(CliError::Occupied {
-                path: folder.to_path_buf(),
-            });
-        }
-        return Ok(folder.to_path_buf());
-    }
-    let base = Path::new("runs").join(name);
-    let numbered = (2..).map(|number| Path::new("runs").join(format!("{name}-{number}")));
-    let mut candidates = std::iter::once(base.clone()).chain(numbered);
-    Ok(candidates.find(|folder| !occupied(folder)).unwrap_or(base))
+    show::line(format_args!("step {}: {result}", state.step));
+    result.check(state.step)
 }
 
 fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliError> {
@@ -161,21 +145,42 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
     })
 }
 
+/// Makes sure that a resumed run asks for the model of its checkpoint `from`, whose sizes it would have in
+/// any case.
+fn same_model(saved: &Config, now: &Config, from: &Path) -> Result<(), CliError> {
+    let pairs = saved.model.fixed().into_iter().zip(now.model.fixed());
+    match pairs.into_iter().find(|(saved, now)| saved != now) {
+        None => Ok(()),
+        Some(((what, saved), (_, now))) => Err(CliError::Differs {
+            what: what.to_owned(),
+            saved,
+            now,
+            path: from.to_path_buf(),
+        }),
+    }
+}
+
+/// The error of data at which a run cannot go on from the checkpoint `from`.
+fn differs(error: CliError, from: &Path) -> CliError {
+    let CliError::Data(DataError::Resume { what, saved, now }) = error else {
+        return error;
+    };
+    let what = match what {
+        "batch size" => "train.batch_size",
+        "number of examples" => "the number of examples (data.paths, data.length, data.evaluation_fraction)",
+        other => other,
+    };
+    CliError::Differs {
+        what: what.to_owned(),
+        saved: saved.to_string(),
+        now: now.to_string(),
+        path: from.to_path_buf(),
+    }
+}
+
 fn device(config: &Config) -> Result<KilnDevice, CliError> {
     let device = config.train.device.parse();
     device.map_err(|error: kiln::UnknownDevice| CliError::config("train.device", error))
-}
-
-/// Ctrl-C and a request to terminate let the step finish; a second one ends the program at once.
-fn install_interrupt() {
-    let handler = || {
-        if STOP.swap(true, Ordering::SeqCst) {
-            std::process::exit(i32::from(INTERRUPTED));
-        }
-    };
-    if let Err(error) = ctrlc::set_handler(handler) {
-        tracing::warn!("Ctrl-C will not save a checkpoint: {error}");
-    }
 }
 
 /// A step that was queued and whose loss has not been looked at.
@@ -216,6 +221,10 @@ struct Run {
     read_at: Instant,
     profile: Option<StepProfile>,
     last_checkpoint: Option<PathBuf>,
+    /// The step of the last checkpoint.
+    saved: Option<u64>,
+    /// Checkpoints that were set aside when the run was resumed.
+    abandoned: Vec<PathBuf>,
 }
 
 impl Run {
@@ -229,6 +238,9 @@ impl Run {
         family.check(config.data.source)?;
         std::fs::create_dir_all(&folder).map_err(CliError::io("create", &folder))?;
         let state = from.map(read_state).transpose()?;
+        if let (Some(state), Some(from)) = (&state, from) {
+            state.check_optimizer(from, config.optimizer.name)?;
+        }
         let device = device(&config)?;
 
         // Weights to start from determine tokenizer and sizes; a resumed run has both beside its own
@@ -241,11 +253,23 @@ impl Run {
             (None, None) => None,
         };
         let pretrained = pretrained_tokenizer(start_from.as_ref(), family)?;
-        if ranks.is_first() {
-            write_bytes_atomic(&folder.join("config.toml"), written.as_bytes())?;
+        let write_config = || match ranks.is_first() {
+            true => write_bytes_atomic(&folder.join("config.toml"), written.as_bytes()),
+            false => Ok(()),
+        };
+        // A resumed run that turns out to be another one keeps its config.
+        let path = folder.join("config.toml");
+        let is_new = !path.exists();
+        if is_new {
+            write_config()?;
+        } else if let Some(from) = from
+            && let Ok(saved) = Config::read(&path, &[])
+        {
+            same_model(&saved, &config, from)?;
         }
         let data = Data::open(&config, &device, &folder.join("data"), pretrained)?;
         ranks.prepared(&folder)?;
+        ranks.agree_on(state.as_ref())?;
         Kiln::seed(&device, config.seed);
         let architecture = match (&from, &start_from) {
             (Some(_), Some(checkpoint)) => {
@@ -294,10 +318,24 @@ impl Run {
             }),
         };
         let trainer = build_trainer(model, &config.optimizer, setting)?;
-        let batches = data.train(state.as_ref().map(|state| state.data))?;
+        let batches = data.train(state.as_ref().map(|state| state.data));
+        let batches = batches.map_err(|error| match from {
+            Some(from) => differs(error, from),
+            None => error,
+        })?;
         let step = state.as_ref().map_or(0, |state| state.step);
         let evaluating = compile_options(&config, "evaluate")?.with_threads(ranks.threads());
         let evaluator = Evaluator::new(&config, evaluating, device);
+        // All that could have been another run's has been compared.
+        if !is_new {
+            write_config()?;
+        }
+        // A checkpoint that was set aside itself goes before one of the same step.
+        let last = step.saturating_sub(u64::from(from.is_some_and(is_abandoned)));
+        let abandoned = match ranks.is_first() {
+            true => Checkpoints::of(&folder).set_aside(last)?,
+            false => Vec::new(),
+        };
         let log = match ranks.is_first() {
             true => Log::open(&folder, step)?,
             false => Log::nowhere(),
@@ -308,6 +346,7 @@ impl Run {
         }
         ranks.share_random()?;
         let last_checkpoint = from.map(Path::to_path_buf);
+        let saved = from.filter(|from| !is_abandoned(from)).map(|_| step);
         Ok(Self {
             config,
             folder,
@@ -326,6 +365,8 @@ impl Run {
             read_at: Instant::now(),
             profile: None,
             last_checkpoint,
+            saved,
+            abandoned,
         })
     }
 
@@ -354,10 +395,17 @@ impl Run {
         if self.step > 0 {
             progress.say(&format!("going on after step {}", self.step));
         }
+        for moved in &self.abandoned {
+            progress.say(&format!("a later checkpoint was set aside: {}", moved.display()));
+        }
+        if self.step > 0 {
+            // One that was set aside itself is not what a later resume finds.
+            self.save()?;
+        }
         let mut saved_at = Instant::now();
         let mut warned = false;
         while self.step < steps {
-            if self.ranks.any(STOP.load(Ordering::SeqCst))? {
+            if self.ranks.any(interrupt::is_requested())? {
                 self.look(&mut progress)?;
                 return self.leave(&progress);
             }
@@ -381,7 +429,7 @@ impl Run {
                 self.evaluate(&progress)?;
             }
             let minutes = self.config.train.checkpoint_minutes;
-            let mut due = minutes > 0.0 && saved_at.elapsed() >= Duration::from_secs_f64(minutes * 60.0);
+            let mut due = minutes > 0.0 && saved_at.elapsed().as_secs_f64() >= minutes * 60.0;
             if minutes > 0.0 && self.config.distributed.sharded_state {
                 // All ranks give their shares at the same step.
                 due = self.ranks.any(due)?;
@@ -485,8 +533,9 @@ impl Run {
         if !loss.is_finite() && !skipped() {
             progress.finish();
             return Err(CliError::NotFinite {
+                what: "the loss".to_owned(),
                 step,
-                loss,
+                value: loss,
                 checkpoint: self.last_checkpoint.clone(),
             });
         }
@@ -535,21 +584,38 @@ impl Run {
                 loss: result.loss,
                 accuracy: result.accuracy,
             })?;
+            if let Err(error) = result.check(self.step) {
+                progress.finish();
+                return Err(error);
+            }
         }
         Ok(())
     }
 
     /// Writes a checkpoint of the steps done, unless there is one.
     fn save(&mut self) -> Result<(), CliError> {
+        if self.saved.replace(self.step) == Some(self.step) {
+            return Ok(());
+        }
         if !self.ranks.is_first() {
             return match self.config.distributed.sharded_state {
                 true => self.trainer.give_state(),
                 false => Ok(()),
             };
         }
-        let state = State::now(self.step, self.batches.state(), self.trainer.loss_scale());
+        let scale = self.trainer.loss_scale();
+        let state = State::now(self.step, self.batches.state(), scale, self.config.optimizer.name);
         let optimizer = self.trainer.optimizer_state(&self.order)?;
         let model = self.trainer.whole_model()?;
+        // The loss that was looked at is the one before the update.
+        if let Some((path, value)) = not_finite(&model)? {
+            return Err(CliError::NotFinite {
+                what: format!("the parameter {path}"),
+                step: self.step,
+                value,
+                checkpoint: self.last_checkpoint.clone(),
+            });
+        }
         let (architecture, tokenizer) = (&self.architecture, &self.data.tokenizer);
         let write = |folder: &Path| {
             model.save(architecture, folder)?;
@@ -558,9 +624,9 @@ impl Run {
             }
             Ok(())
         };
-        let written =
-            Checkpoints::of(&self.folder).write(state, &optimizer, self.config.train.keep, write)?;
-        self.last_checkpoint = Some(written);
+        let keep = self.config.train.keep;
+        let written = Checkpoints::of(&self.folder).write(state, &optimizer, keep, write);
+        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder, keep))?);
         Ok(())
     }
 
@@ -594,7 +660,7 @@ impl Run {
             self.step,
             self.folder.display()
         ));
-        Ok(ExitCode::from(INTERRUPTED))
+        Ok(ExitCode::from(interrupt::INTERRUPTED))
     }
 
     /// Prints the last lines of a finished run: where everything is and, for language models, a text.
@@ -610,12 +676,15 @@ impl Run {
         let tail = &losses[losses.len().saturating_sub(10)..];
         if let Some(first) = losses.first() {
             let last = tail.iter().sum::<f32>() / tail.len() as f32;
-            println!(
+            show::line(format_args!(
                 "loss {first:.4} at the first step, {last:.4} over the last {}",
                 tail.len()
-            );
+            ));
         }
-        println!("checkpoint, log and curves are in {}", self.folder.display());
+        show::line(format_args!(
+            "checkpoint, log and curves are in {}",
+            self.folder.display()
+        ));
         if self.config.sample.tokens > 0
             && let Some(text) = crate::generate::sample(
                 &self.config.sample,
@@ -623,7 +692,7 @@ impl Run {
                 &self.data,
             )?
         {
-            println!("\n{text}");
+            show::line(format_args!("\n{text}"));
         }
         Ok(())
     }

@@ -5,6 +5,7 @@ use std::path::Path;
 use kiln::Profile;
 
 use crate::error::CliError;
+use crate::show;
 
 /// A profile that ends by itself after some steps.
 pub struct StepProfile {
@@ -29,8 +30,8 @@ impl StepProfile {
         self.left == 0
     }
 
-    /// Writes `trace.json` into `folder`; prints where the time went, and the compile times. Ranks other than the first
-    /// write `trace.rank1.json` and so on, and print nothing.
+    /// Writes `trace.json` into `folder`; prints where the time went, and the compile times. Ranks other than
+    /// the first write `trace.rank1.json` and so on, and print nothing.
     ///
     /// # Errors
     ///
@@ -46,9 +47,15 @@ impl StepProfile {
         if self.rank > 0 {
             return Ok(());
         }
-        println!("{}", self.profile.summary());
-        println!("compile times, in seconds\n{}", kiln::compile_times());
-        println!("open {} with https://ui.perfetto.dev", path.display());
+        show::line(self.profile.summary());
+        show::line(format_args!(
+            "compile times, in seconds\n{}",
+            kiln::compile_times()
+        ));
+        show::line(format_args!(
+            "open {} with https://ui.perfetto.dev",
+            path.display()
+        ));
         Ok(())
     }
 }

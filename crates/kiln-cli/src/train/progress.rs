@@ -5,6 +5,8 @@ use std::time::{Duration, Instant};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::show;
+
 /// The display of a run.
 pub struct Progress {
     bar: Option<ProgressBar>,
@@ -126,7 +128,7 @@ impl Progress {
                 bar.set_message(text);
             }
             None if *step == 1 || step % self.every == 0 || *step == self.steps => {
-                eprintln!("step {step}/{}  {text}", self.steps)
+                show::note(format_args!("step {step}/{}  {text}", self.steps))
             }
             None => {}
         }
@@ -135,9 +137,9 @@ impl Progress {
     /// Prints a line above the bar.
     pub fn say(&self, text: &str) {
         match &self.bar {
-            Some(bar) => bar.suspend(|| eprintln!("{text}")),
+            Some(bar) => bar.suspend(|| show::note(text)),
             None if self.silent => {}
-            None => eprintln!("{text}"),
+            None => show::note(text),
         }
     }
 

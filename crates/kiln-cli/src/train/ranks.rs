@@ -1,16 +1,17 @@
 //! A run on several ranks: `mpirun -n 4 kiln train --config ..`.
 //!
-//! `train.batch_size` counts the examples of all ranks together. Every rank reads the same batches, in the order of a
-//! run on one rank, and takes its share of each; so the place in the data is the same on all ranks, and a checkpoint
-//! goes on with any number of them. Rank 0 prepares the folder of the run, logs and saves; the others wait for the
-//! folder, and evaluate along with it so that nobody waits.
+//! `train.batch_size` counts the examples of all ranks together. Every rank reads the same batches, in the
+//! order of a run on one rank, and takes its share of each; so the place in the data is the same on all
+//! ranks, and a checkpoint goes on with any number of them. Rank 0 prepares the folder of the run, logs and
+//! saves; the others wait for the folder, and evaluate along with it so that nobody waits.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
-use kiln::distributed::{self, Options, World};
+use kiln::distributed::{self, Error, Options, World};
 use kiln_graph::DType;
 
+use super::checkpoint::State;
 use crate::config::Config;
 use crate::data::HostBatch;
 use crate::error::CliError;
@@ -40,6 +41,21 @@ impl Ranks {
         world.agree(&facts.collect::<Vec<_>>())?;
         divides(config.train.batch_size, world.size())?;
         Ok(Self { world })
+    }
+
+    /// Makes sure that all ranks go on from the same checkpoint, or none does from any.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Start`] if they do not; [`CliError::Ranks`] if another rank ended.
+    pub fn agree_on(&self, state: Option<&State>) -> Result<(), CliError> {
+        let facts = start(state);
+        self.world
+            .agree(&facts)
+            .map_err(|source| match matches!(source, Error::Disagreement { .. }) {
+                true => CliError::Start(source),
+                false => source.into(),
+            })
     }
 
     /// All ranks.
@@ -76,7 +92,8 @@ impl Ranks {
         threads(&self.world)
     }
 
-    /// The folder of the run, on every rank but the first: waits until that has prepared it. `own` is rank 0's.
+    /// The folder of the run, on every rank but the first: waits until that has prepared it. `own` is rank
+    /// 0's.
     ///
     /// # Errors
     ///
@@ -140,6 +157,27 @@ impl Ranks {
             size => batch.share(self.world.rank(), size),
         }
     }
+}
+
+/// What ranks that go on from the same checkpoint have in common.
+fn start(state: Option<&State>) -> [(&'static str, String); 3] {
+    let none = || "none".to_owned();
+    let place = |state: &State| serde_json::to_string(&state.data).unwrap_or_default();
+    let weights = |state: &State| state.files.get("model.safetensors").cloned();
+    [
+        (
+            "the step of the checkpoint that it starts from",
+            state.map_or_else(none, |state| state.step.to_string()),
+        ),
+        (
+            "the place in the data of that checkpoint",
+            state.map_or_else(none, place),
+        ),
+        (
+            "the SHA-256 of the weights of that checkpoint",
+            state.and_then(weights).unwrap_or_else(none),
+        ),
+    ]
 }
 
 /// The keys of a config that must be the same on all ranks, with their values. Each rank may have a device of

@@ -268,7 +268,12 @@ fn build_with<O: SimpleOptimizer<Kiln> + 'static>(
         scale = loss_scale;
         let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
         let named: HashMap<ParamId, _> = Recorder::<TrainBackend>::load(&recorder, bytes, &KilnDevice::cpu())
-            .map_err(|error| CliError::Usage(format!("the optimizer's state cannot be read: {error}")))?;
+            .map_err(|error| {
+                CliError::Usage(format!(
+                    "the optimizer's state cannot be read. Most often it is another optimizer's: leave \
+                     optimizer.name as it was, or start another run with model.weights = CHECKPOINT ({error})"
+                ))
+            })?;
         let mut record = HashMap::with_capacity(named.len());
         for (place, state) in named {
             let id = usize::try_from(place.val())

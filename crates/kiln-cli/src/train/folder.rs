@@ -1,0 +1,176 @@
+//! The folder of a run belongs to one process at a time: two would delete each other's files.
+
+use std::fs::{File, OpenOptions, TryLockError};
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use super::checkpoint::{Checkpoints, locate};
+use crate::error::CliError;
+
+/// The file that is locked while a process trains.
+const LOCK: &str = ".lock";
+/// What makes a folder that of a run.
+const CONFIG: &str = "config.toml";
+/// How long a resumed run waits for the lock: ranks that a launcher has killed need a moment to end.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// A run's folder, claimed until this is dropped.
+#[derive(Debug)]
+pub(super) struct Claim {
+    folder: PathBuf,
+    /// None where the file system has no locks.
+    lock: Option<File>,
+    /// Whether the folder was made for this claim.
+    made: bool,
+}
+
+impl Claim {
+    /// The folder of a new run. A folder asked for must not hold a run; the default one gets a number if it
+    /// does, or if another process has just begun one there.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Occupied`], [`CliError::InUse`] or [`CliError::Io`].
+    pub(super) fn start(out: Option<&Path>, name: &str) -> Result<Self, CliError> {
+        if let Some(folder) = out {
+            return Self::vacant(folder)?.ok_or_else(|| CliError::Occupied {
+                path: folder.to_path_buf(),
+            });
+        }
+        let mut number = 1;
+        loop {
+            let folder = Path::new("runs").join(match number {
+                1 => name.to_owned(),
+                _ => format!("{name}-{number}"),
+            });
+            match Self::vacant(&folder) {
+                // Without locks, making the folder is all that only one process can do.
+                Ok(Some(claim)) if claim.lock.is_some() || claim.made => return Ok(claim),
+                Ok(_) | Err(CliError::InUse { .. }) => number += 1,
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The folder of a run that `--resume place` goes on with, from the checkpoint `from`.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::InUse`] if another process trains there, or did when the checkpoint was chosen.
+    pub(super) fn resume(folder: &Path, from: Option<&Path>, place: &Path) -> Result<Self, CliError> {
+        let claim = Self::lock(folder, false, PATIENCE)?;
+        if locate(place)?.1.as_deref() != from {
+            return Err(CliError::InUse {
+                path: folder.to_path_buf(),
+            });
+        }
+        if claim.lock.is_some() {
+            Checkpoints::of(folder).remove_unfinished();
+        }
+        Ok(claim)
+    }
+
+    /// Where it is.
+    pub(super) fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Claims a folder for a new run; none if it holds one.
+    fn vacant(folder: &Path) -> Result<Option<Self>, CliError> {
+        let occupied = || folder.join(CONFIG).exists();
+        if occupied() {
+            return Ok(None);
+        }
+        if let Some(parent) = folder.parent() {
+            std::fs::create_dir_all(parent).map_err(CliError::io("create", parent))?;
+        }
+        let made = match std::fs::create_dir(folder) {
+            Ok(()) => true,
+            // An empty folder, or one that a run which failed early has left.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
+            Err(error) => return Err(CliError::io("create", folder)(error)),
+        };
+        let claim = Self::lock(folder, made, Duration::ZERO)?;
+        // Again, now that nobody else can begin one.
+        Ok((!occupied()).then_some(claim))
+    }
+
+    fn lock(folder: &Path, made: bool, patience: Duration) -> Result<Self, CliError> {
+        let path = folder.join(LOCK);
+        let file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&path)
+            .map_err(CliError::io("open", &path))?;
+        let begun = Instant::now();
+        let lock = loop {
+            match file.try_lock() {
+                Ok(()) => break Some(file),
+                Err(TryLockError::WouldBlock) if begun.elapsed() < patience => {
+                    std::thread::sleep(Duration::from_millis(50));
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(CliError::InUse {
+                        path: folder.to_path_buf(),
+                    });
+                }
+                Err(TryLockError::Error(error)) => {
+                    tracing::warn!(
+                        "{} cannot be locked ({error}): nothing keeps a second process from training there",
+                        folder.display()
+                    );
+                    break None;
+                }
+            }
+        };
+        Ok(Self {
+            folder: folder.to_path_buf(),
+            lock,
+            made,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_is_claimed_by_one_at_a_time() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().join("deep/run");
+        let claim = Claim::start(Some(&folder), "").unwrap();
+        let error = Claim::start(Some(&folder), "").unwrap_err();
+        assert!(matches!(error, CliError::InUse { .. }), "{error}");
+        drop(claim);
+        // A run that failed before it had a config leaves its folder to the next one.
+        let claim = Claim::start(Some(&folder), "").unwrap();
+        std::fs::write(folder.join(CONFIG), "").unwrap();
+        let unfinished = folder.join("checkpoints/.writing-x");
+        std::fs::create_dir_all(&unfinished).unwrap();
+        let error = Claim::resume(&folder, None, &folder).unwrap_err().to_string();
+        assert!(
+            error.contains("another process") && error.contains("run"),
+            "{error}"
+        );
+        assert!(unfinished.is_dir(), "it is the other process's");
+        drop(claim);
+        let error = Claim::start(Some(&folder), "").unwrap_err();
+        assert!(matches!(error, CliError::Occupied { .. }), "{error}");
+        let claim = Claim::resume(&folder, None, &folder).unwrap();
+        assert!(claim.folder() == folder && !unfinished.exists());
+    }
+
+    #[test]
+    fn a_checkpoint_written_since_the_command_began_is_not_passed_over() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path();
+        std::fs::write(folder.join(CONFIG), "").unwrap();
+        std::fs::create_dir_all(folder.join("checkpoints/step-00000008")).unwrap();
+        let older = folder.join("checkpoints/step-00000004");
+        let error = Claim::resume(folder, Some(&older), folder).unwrap_err();
+        assert!(matches!(error, CliError::InUse { .. }), "{error}");
+    }
+}
