@@ -264,6 +264,24 @@ impl Graph {
         }
     }
 
+    /// The number that is in every element of `value`, as a value of rank 0.
+    pub fn splatted(&self, mut value: Value) -> Option<Value> {
+        while self.shape(value).rank() > 0 {
+            let data = self.def(value);
+            match data.op {
+                Op::Broadcast { .. } | Op::Reshape(_) => value = data.inputs[0],
+                _ => return None,
+            }
+        }
+        Some(value)
+    }
+
+    /// Whether `value` is a constant 0 in every element.
+    pub fn is_zero(&self, value: Value) -> bool {
+        let number = self.splatted(value).and_then(|number| self.constant(number));
+        number.is_some_and(|number| number.to_f64() == 0.0)
+    }
+
     /// Type of a value.
     pub fn ty(&self, value: Value) -> &TensorType {
         &self.values[value].ty

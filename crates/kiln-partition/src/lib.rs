@@ -13,7 +13,7 @@
 //! 4. [`budget`]: the fastest choice that fits a memory budget, by a memory planner ([`partition_within`],
 //!    [`Frontier`]), with the widest product in chunks of rows where only that fits.
 //! 5. [`mod@split`]: the same choice as two graphs, for a compiled forward pass inside an eager program, with
-//!    or without a budget.
+//!    or without a budget; the second also for a loss of some outputs only ([`without_tangents`]).
 //!
 //! The result is a graph again, with a [`Report`] of what was done. Whoever transforms it afterwards must not
 //! merge nodes of different phases, and should run the nodes in their order, or in one that was chosen for
@@ -46,6 +46,7 @@
 //! # }
 //! ```
 
+mod absent;
 pub mod budget;
 mod chunk;
 pub mod cost;
@@ -69,6 +70,7 @@ use std::collections::BTreeMap;
 use cranelift_entity::EntitySet;
 use kiln_graph::{Graph, Node, Phase, Value};
 
+pub use absent::without_tangents;
 pub use budget::{Frontier, Point};
 pub use cost::Machine;
 pub use error::PartitionError;

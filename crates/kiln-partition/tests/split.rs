@@ -5,7 +5,8 @@ mod support;
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{Graph, HostTensor, Scalar, Value, interpret, verify};
 use kiln_partition::{
-    Liveness, Options, OutputRole, PartitionError, Planner, SavedSource, Split, Strategy, split, split_within,
+    Liveness, Options, OutputRole, PartitionError, Planner, SavedSource, Split, Strategy, split,
+    split_within, without_tangents,
 };
 use support::{Sizes, Tape, arguments, decoder, f32s};
 
@@ -217,4 +218,69 @@ fn what_cannot_be_split_is_said() {
         matches!(error, PartitionError::RoleCount { given: 3, outputs: 1 }),
         "{error}"
     );
+}
+
+/// A loss that uses some outputs has the gradients that zeros for the others give, wherever those are finite.
+#[test]
+fn tangents_that_are_not_there_are_zeros() {
+    let joint = Graph::parse(
+        "graph @f {
+  %x = parameter 0 : f32[2,3]
+  %w = parameter 1 : f32[3,3]
+  %da = parameter 2 : f32[2,3]
+  %db = parameter 3 : f32[2,3]
+  %dc = parameter 4 : f32[2,3]
+  %zero = constant 0 : f32[]
+  %zeros = broadcast %zero {dims=[]} : f32[2,3]
+  %a = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[2,3]   ; fwd
+  %b = exp %a : f32[2,3]                                                ; fwd
+  %c = sqrt %x : f32[2,3]                                               ; fwd
+  %r = recip %c : f32[2,3]                                              ; bwd
+  %dx_c = mul %dc, %r : f32[2,3]                                        ; bwd
+  %da_b = mul %db, %b : f32[2,3]                                        ; bwd
+  %da_all = sub %da, %da_b : f32[2,3]                                   ; bwd
+  %dw = dot_general %x, %da_all {a_contract=[0], b_contract=[0]} : f32[3,3] ; bwd
+  %dx_a = dot_general %da_all, %w {a_contract=[1], b_contract=[1]} : f32[2,3] ; bwd
+  %hidden = compare lt %x, %zeros : bool[2,3]                                   ; bwd
+  %dx_s = select %hidden, %zeros, %dx_c : f32[2,3]                      ; bwd
+  %dx = add %dx_a, %dx_s : f32[2,3]                                     ; bwd
+  %rows = concat %dc, %da_all {axis=0} : f32[4,3]                       ; bwd
+  %largest = max %dc, %db : f32[2,3]                                    ; bwd
+  return %a, %b, %c, %dw, %dx, %rows, %largest
+}",
+    )
+    .unwrap();
+    let split = split(&joint, &[2, 3, 4], &[], &Options::default()).unwrap();
+    let (tensors, scalars) = arguments(&split.backward, 5);
+    let saved = split.saved.len();
+    for set in 0..8u32 {
+        let given: Vec<bool> = (0..3).map(|tangent| set >> tangent & 1 == 1).collect();
+        let part = without_tangents(&split.backward, saved, &given).unwrap();
+        assert_eq!(verify(&part), Ok(()));
+        let absent = |index: usize| index.checked_sub(saved).is_some_and(|tangent| !given[tangent]);
+        let with_zeros: Vec<HostTensor> = tensors
+            .iter()
+            .enumerate()
+            .map(|(index, tensor)| match absent(index) {
+                true => HostTensor::from_floats(tensor.ty().dtype, tensor.ty().shape.clone(), [0.0; 6]),
+                false => tensor.clone(),
+            })
+            .collect();
+        let there: Vec<HostTensor> = tensors
+            .iter()
+            .enumerate()
+            .filter(|(index, _)| !absent(*index))
+            .map(|(_, tensor)| tensor.clone())
+            .collect();
+        assert_eq!(part.parameters().len(), there.len());
+        let (found, expected) = (
+            interpret(&part, &there, &scalars).unwrap(),
+            interpret(&split.backward, &with_zeros, &scalars).unwrap(),
+        );
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_eq!(found.to_f64s(), expected.to_f64s(), "{given:?}\n{part}");
+        }
+        let roots = part.nodes().any(|(_, data)| data.op == Op::Unary(UnaryOp::Recip));
+        assert_eq!(roots, given[2], "{part}");
+    }
 }

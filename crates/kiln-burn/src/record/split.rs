@@ -4,7 +4,10 @@
 //! respect to some inputs, given the gradients of its outputs: *tangents*, inputs of the trace whose
 //! elements do not matter. kiln-partition splits the joint graph; the region's backend prepares the two
 //! halves. [`SplitStep::forward`] runs the first and returns the tensors that the second needs,
-//! [`SplitStep::backward`] runs the second.
+//! [`SplitStep::backward`] runs the second, or what is needed of it for the outputs that a loss uses
+//! ([`backward`]).
+
+mod backward;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,6 +19,8 @@ use kiln_graph::Graph;
 use kiln_partition::{OutputRole, SavedSource, Split};
 use rustc_hash::FxHashSet;
 
+use backward::{Backward, Prepare};
+
 use super::deferred;
 use super::gradient;
 use super::guard::{self, Guard, Mismatch};
@@ -23,7 +28,7 @@ use super::recording::Recorded;
 use super::salvage;
 use super::step::{Scalars, panic_message, types_of};
 use crate::error::Error;
-use crate::execute::{self, Executable, ExecuteError, Setting};
+use crate::execute::{self, Executable, ExecuteError};
 use crate::import;
 use crate::options::{CompileBackend, CompileOptions};
 use crate::storage::Storage;
@@ -51,7 +56,7 @@ pub struct SplitStep {
     places: Vec<Option<Place>>,
     name: String,
     forward: Box<dyn Executable>,
-    backward: Box<dyn Executable>,
+    backward: Backward,
     /// For each tensor argument of the forward pass, the position of the recording's input.
     arguments: Vec<usize>,
     scalars: Scalars,
@@ -218,7 +223,7 @@ impl SplitRegion {
                 "forward and backward pass, {} tensors saved between them\n  forward: {}\n  backward: {}\n",
                 step.saved.len(),
                 step.forward.report(),
-                step.backward.report()
+                step.backward
             ) + &step.ignored_budget.map_or_else(String::new, |bytes| {
                 format!(
                     "  the memory budget of {bytes} bytes has no effect: only the backend cpu plans memory\n"
@@ -325,10 +330,14 @@ impl SplitStep {
             memory_budget: None,
             ..options.clone()
         };
-        let prepare = |graph| execute::prepare(backend, gpu, Arc::new(graph), &half, Setting::default());
-        let (forward, ran_forward) = prepare(split.forward).map_err(failed)?;
-        let (backward, ran_backward) = prepare(split.backward).map_err(failed)?;
-        let planned = ran_forward.compiles() && ran_backward.compiles();
+        let prepare = Prepare {
+            backend,
+            gpu,
+            options: half,
+        };
+        let (forward, ran) = prepare.prepare(split.forward).map_err(failed)?;
+        let backward = Backward::new(split.backward, split.saved.len(), prepare).map_err(failed)?;
+        let planned = ran.compiles() && backward.compiles();
         Ok(Self {
             guard: Guard::new(recorded, sources),
             places,
@@ -379,14 +388,22 @@ impl SplitStep {
         Ok((results, Saved { tensors, scalars }))
     }
 
-    /// The gradients, given those of the outputs in the order of the tangents.
+    /// The gradients, given those of the outputs in the order of the tangents; none of an output that the
+    /// loss does not use. The first loss of some outputs compiles the backward pass for those.
     ///
     /// # Errors
     ///
-    /// If the backward pass fails.
-    pub fn backward(&self, saved: Saved, tangents: Vec<Storage>) -> Result<Vec<Storage>, Error> {
-        let inputs = saved.tensors.into_iter().chain(tangents).collect();
-        let gradients = self.run(&*self.backward, inputs, &saved.scalars)?.into_iter();
+    /// If the backward pass cannot be compiled or fails.
+    pub fn backward(&self, saved: Saved, tangents: Vec<Option<Storage>>) -> Result<Vec<Storage>, Error> {
+        let given: Vec<bool> = tangents.iter().map(Option::is_some).collect();
+        let backward = self.backward.of(&given).map_err(|source| Error::Execute {
+            region: self.name.clone(),
+            source: source.into(),
+        })?;
+        let inputs = saved.tensors.into_iter().chain(tangents.into_iter().flatten());
+        let gradients = self
+            .run(&*backward, inputs.collect(), &saved.scalars)?
+            .into_iter();
         let typed = gradients.zip(&self.gradients);
         Ok(typed.map(|(tensor, ir)| tensor.with_dtype(ir.dtype)).collect())
     }

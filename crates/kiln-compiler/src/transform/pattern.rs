@@ -145,26 +145,6 @@ fn repeated_row(graph: &Graph, value: Value) -> Option<Value> {
     (leading && rest).then(|| row_value(graph, data.inputs[0]))
 }
 
-/// The number in every element of `value`.
-pub fn splat(graph: &Graph, mut value: Value) -> Option<Value> {
-    loop {
-        if graph.shape(value).rank() == 0 {
-            return Some(value);
-        }
-        let data = graph.def(value);
-        match &data.op {
-            Op::Broadcast { .. } | Op::Reshape(_) => value = data.inputs[0],
-            _ => return None,
-        }
-    }
-}
-
-/// Whether `value` is a constant 0 in every element.
-pub fn is_zero(graph: &Graph, value: Value) -> bool {
-    let number = splat(graph, value).and_then(|number| graph.constant(number));
-    number.is_some_and(|number| number.to_f64() == 0.0)
-}
-
 /// The value behind casts between f32 and a type of 16 bits. An operation that reads it instead sees fewer
 /// roundings.
 pub fn behind_casts(graph: &Graph, mut value: Value) -> Value {
@@ -211,9 +191,9 @@ fn matches(graph: &Graph, pattern: &Pattern, value: Value, in_row: bool, binding
         Pattern::Apply("row", p) => {
             repeated_row(graph, value).is_some_and(|row| matches(graph, &p[0], row, true, bindings))
         }
-        Pattern::Apply("splat", p) => {
-            splat(graph, value).is_some_and(|number| matches(graph, &p[0], number, false, bindings))
-        }
+        Pattern::Apply("splat", p) => graph
+            .splatted(value)
+            .is_some_and(|number| matches(graph, &p[0], number, false, bindings)),
         Pattern::Apply(name @ ("sum" | "max"), p) => {
             let wanted = if *name == "sum" {
                 ReduceOp::Sum

@@ -21,7 +21,6 @@
 use kiln_graph::op::{CompareOp, Op, Window};
 use kiln_graph::{Graph, NodeData, Rewriter, Shape, TypeError, Users, Value};
 
-use super::pattern::is_zero;
 use super::relu::{is_contracted, relu};
 
 /// Replaces gradients of ReLUs behind those of poolings in `graph`.
@@ -66,7 +65,7 @@ fn pooled<'a>(graph: &'a Graph, users: &Users, data: &NodeData) -> Option<Pooled
     if !matches!(of.op, Op::MaxPoolGrad { .. })
         || users.of(gradient).len() != 1
         || users.outputs(gradient) > 0
-        || !is_zero(graph, zeros)
+        || !graph.is_zero(zeros)
     {
         return None;
     }

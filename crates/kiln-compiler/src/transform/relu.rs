@@ -3,8 +3,6 @@
 use kiln_graph::op::{BinaryOp, CompareOp, Op};
 use kiln_graph::{Graph, NodeData, Value};
 
-use super::pattern::is_zero;
-
 /// The operands of a ReLU.
 #[derive(Clone, Copy, Debug)]
 pub struct Relu {
@@ -23,7 +21,7 @@ pub fn relu(graph: &Graph, data: &NodeData) -> Option<Relu> {
     };
     let compared = graph.def(compare);
     let below = matches!(compared.op, Op::Compare(CompareOp::Le)) && compared.inputs[0] == x;
-    let zero = below && is_zero(graph, compared.inputs[1]) && is_zero(graph, zeros);
+    let zero = below && graph.is_zero(compared.inputs[1]) && graph.is_zero(zeros);
     zero.then_some(Relu { compare, zeros, x })
 }
 

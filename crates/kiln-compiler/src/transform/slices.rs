@@ -11,8 +11,6 @@ use rustc_hash::FxHashSet;
 use kiln_graph::op::{BinaryOp, Op};
 use kiln_graph::{Graph, NodeData, Provenance, Rewriter, TensorType, TypeError, Users, Value};
 
-use super::pattern::is_zero;
-
 /// Replaces slices written into zeros, and their sums, in `graph`.
 ///
 /// # Errors
@@ -67,7 +65,7 @@ fn parts(graph: &Graph, users: &Users, value: Value) -> Option<(usize, Vec<Part>
         };
         let (whole, slice) = (graph.shape(data.inputs[0]), graph.shape(data.inputs[1]));
         if steps.iter().any(|&step| step != 1)
-            || !is_zero(graph, data.inputs[0])
+            || !graph.is_zero(data.inputs[0])
             || graph.ty(data.inputs[1]).numel() == 0
         {
             return None;

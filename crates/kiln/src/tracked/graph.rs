@@ -30,8 +30,7 @@ use burn_autodiff::ops::{Backward, Ops, OpsKind};
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{DType, Shape, TensorMetadata};
 use kiln_burn::record::{BreakReason, Saved, SplitStep, session};
-use kiln_burn::storage::Storage;
-use kiln_burn::{Error, Kiln};
+use kiln_burn::{Error, Kiln, KilnClient};
 
 use super::{TrackedTensor, Tracking, inner, untracked};
 use crate::input::{KilnTensor, TensorMap};
@@ -114,8 +113,6 @@ struct State {
     step: Arc<SplitStep>,
     /// Gone once every output has been differentiated.
     saved: Option<Saved>,
-    /// The outputs, for the shapes of gradients that no loss has given.
-    shapes: Vec<KilnTensor>,
     /// Gradients of outputs that the backward pass has not used yet.
     tangents: Vec<Option<KilnTensor>>,
     differentiated: Vec<bool>,
@@ -130,11 +127,11 @@ impl Shared {
     /// # Panics
     ///
     /// If the backward pass fails: Burn's autograd has no errors.
-    fn gradient(&self, index: usize) -> Option<KilnTensor> {
+    fn gradient(&self, index: usize, client: KilnClient) -> Option<KilnTensor> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.tangents.iter().any(Option::is_some) {
             state
-                .run()
+                .run(client)
                 .unwrap_or_else(|error| panic!("the compiled backward pass failed: {error}"));
         }
         state.gradients[index].take()
@@ -142,7 +139,7 @@ impl Shared {
 }
 
 impl State {
-    fn run(&mut self) -> Result<(), Error> {
+    fn run(&mut self, client: KilnClient) -> Result<(), Error> {
         let nothing = vec![None; self.tangents.len()];
         let tangents = std::mem::replace(&mut self.tangents, nothing);
         let mut reached = vec![false; self.has_gradient.iter().filter(|&&has| has).count()];
@@ -165,16 +162,15 @@ impl State {
             self.saved.clone()
         };
         let Some(saved) = saved else { return Ok(()) };
-        let elements = |(tangent, like): (Option<KilnTensor>, &KilnTensor)| match tangent {
-            Some(tangent) => session::fetch(&tangent.into_ir(), BreakReason::OutsideOperation),
-            None => Ok(Storage::zeros(like.shape(), like.dtype())),
+        let elements = |tangent: Option<KilnTensor>| {
+            tangent
+                .map(|tangent| session::fetch(&tangent.into_ir(), BreakReason::OutsideOperation))
+                .transpose()
         };
         let tangents = tangents
             .into_iter()
-            .zip(&self.shapes)
             .map(elements)
             .collect::<Result<Vec<_>, Error>>()?;
-        let client = self.shapes[0].client;
         let found = self.step.backward(saved, tangents)?;
         let mut found = found.into_iter().zip(reached);
         for (gradient, has) in self.gradients.iter_mut().zip(&self.has_gradient) {
@@ -232,7 +228,7 @@ impl Inside {
 impl Join {
     fn take(&self, gradients: &mut Gradients) -> Option<KilnTensor> {
         match &self.source {
-            Source::Compiled(shared, index) => shared.gradient(*index),
+            Source::Compiled(shared, index) => shared.gradient(*index, self.token.client),
             // Burn's backward pass goes on to an input that follows from others, and asks for its gradient.
             Source::Leaf(leaf) => gradients.remove::<Kiln>(leaf).or_else(|| {
                 let follows = !Tracking::float_is_require_grad(leaf);
@@ -249,14 +245,10 @@ impl Join {
     /// If a tensor from inside the function has a gradient: the function kept it elsewhere, and no
     /// operation in the graph would hand the gradient on.
     fn refuse_strays(&self, gradients: &Gradients) {
-        let Source::Compiled(shared, _) = &self.source else {
+        if !matches!(self.source, Source::Compiled(..)) {
             return;
-        };
-        let like = {
-            let state = shared.0.lock().unwrap_or_else(PoisonError::into_inner);
-            state.shapes[0].clone()
-        };
-        let mut probe = untracked(like);
+        }
+        let mut probe = untracked(self.token.clone());
         let Inside {
             own,
             all,
@@ -403,20 +395,19 @@ pub(super) struct Call {
 }
 
 impl Call {
-    /// A call that has run forward, with the tensors it computed. `has_gradient` says for which inputs there
-    /// is a gradient at all.
+    /// A call that has run forward and has `outputs` tensors that can be differentiated. `has_gradient` says
+    /// for which inputs there is a gradient at all.
     pub(super) fn new(
         inputs: Vec<TrackedTensor>,
         has_gradient: Vec<bool>,
-        outputs: Vec<KilnTensor>,
+        outputs: usize,
         (step, saved): (Arc<SplitStep>, Saved),
     ) -> Self {
         let state = State {
             step,
             saved: Some(saved),
-            tangents: vec![None; outputs.len()],
-            differentiated: vec![false; outputs.len()],
-            shapes: outputs,
+            tangents: vec![None; outputs],
+            differentiated: vec![false; outputs],
             has_gradient,
             gradients: vec![None; inputs.len()],
         };

@@ -70,18 +70,20 @@ impl TensorMap for Collect {
     }
 }
 
-/// Collects the ids of all tensors that it is shown.
+/// Collects the ids of the tracked tensors that it is shown. A detached one has the elements of another that
+/// may have been kept.
 #[derive(Default)]
 struct Ids(Vec<TensorId>);
 
 impl TensorMap for Ids {
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
-        self.0.push(id(&tensor));
         tensor
     }
 
     fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
-        self.0.push(id(&inner(tensor.clone())));
+        if tensor.is_tracked() {
+            self.0.push(id(&inner(tensor.clone())));
+        }
         tensor
     }
 }
@@ -251,7 +253,7 @@ fn compiled<R: StepInput>(
     let kept = recorded.kept_besides(&[&returned.0, &wanted, &tangent_ids]);
     let (step, saved) = split.run(recorded, &wanted, &tangent_ids)?;
     let has_gradient = gradients.iter().map(Option::is_some).collect();
-    let call = Call::new(inputs, has_gradient, outputs, (step, saved));
+    let call = Call::new(inputs, has_gradient, outputs.len(), (step, saved));
     let result = result.map(&mut Attach::new(places, Inside::new(nodes, kept), call));
     Ok(match captures {
         true => Called::Captured(result),

@@ -117,21 +117,29 @@ fn a_captured_tensor_that_follows_from_trained_ones_is_refused() {
 #[test]
 fn a_loss_of_a_tensor_that_the_function_kept_elsewhere_is_refused() {
     let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
-    let kept = RefCell::new(None);
-    let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
-    let function = kiln::compile_fn(|x: Tensor<B, 1>| {
-        let h = x.exp();
-        *kept.borrow_mut() = Some(h.clone() * 2.0);
-        h * 3.0
-    })
-    .with_options(options);
-    let y = function.call(vector(&[1.0, 2.0]).require_grad()).unwrap();
-    let loss = y.sum() + kept.take().unwrap().sum();
-    let payload = catch_unwind(AssertUnwindSafe(|| loss.backward()))
-        .err()
-        .expect("a lost gradient");
-    let message = payload.downcast_ref::<&str>().copied().unwrap_or_default();
-    assert!(message.contains("return the tensor"), "{message}");
+    type Beside = fn(&Tensor<B, 1>) -> Tensor<B, 1>;
+    let keeps: [(Beside, Beside); 2] = [
+        (|h| h.clone() * 2.0, |h| h.clone().detach() * 0.5),
+        // What is kept is also returned, but detached.
+        (|h| h.clone(), |h| h.clone().detach()),
+    ];
+    for (keep, beside) in keeps {
+        let kept = RefCell::new(None);
+        let options = CompileOptions::default().with_backend(CompileBackend::AotEager);
+        let function = kiln::compile_fn(|x: Tensor<B, 1>| {
+            let h = x.exp();
+            *kept.borrow_mut() = Some(keep(&h));
+            (h.clone() * 3.0, beside(&h))
+        })
+        .with_options(options);
+        let (y, _): (Tensor<B, 1>, Tensor<B, 1>) = function.call(vector(&[1.0, 2.0]).require_grad()).unwrap();
+        let loss = y.sum() + kept.take().unwrap().sum();
+        let payload = catch_unwind(AssertUnwindSafe(|| loss.backward()))
+            .err()
+            .expect("a lost gradient");
+        let message = payload.downcast_ref::<&str>().copied().unwrap_or_default();
+        assert!(message.contains("return the tensor"), "{message}");
+    }
 }
 
 #[test]

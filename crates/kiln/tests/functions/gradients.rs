@@ -89,6 +89,65 @@ fn outputs_that_are_not_differentiated_give_no_gradient_of_zeros() {
 }
 
 #[test]
+fn infinite_derivatives_of_outputs_that_no_loss_uses() {
+    compare(|how, seen| {
+        let indices = |values: [i32; 4]| Tensor::<B, 1, Int>::from_data(values, &device());
+        let (columns, picks) = (
+            indices([1, 0, 1, 0]).narrow(0, 0, 3),
+            indices([0, 2, 1, 1]).reshape([2, 2]),
+        );
+        let function = how.function(|(x, w): (Tensor<B, 2>, Tensor<B, 2>)| {
+            let h = x.clone().matmul(w.clone());
+            let h = Tensor::cat(vec![h.clone().slice([0..1, 0..3]), h.slice([1..2, 0..3])], 0);
+            let roots = h.clone().abs().sqrt();
+            let shares = activation::softmax(h.clone(), 1) * x.clone().select(1, columns.clone());
+            let picked = h.clone().gather(1, picks.clone());
+            // Each is infinite where its operand is 0, and h[0][0] and x[1][1] are.
+            (
+                (h - x.clone().abs().log().sum().unsqueeze::<2>().expand([2, 3])).tanh(),
+                roots.recip() + picked.abs().log().repeat_dim(1, 2).narrow(1, 0, 3),
+                shares.powf_scalar(2.0) - w.abs().mean().unsqueeze::<2>().expand([2, 3]),
+                x.abs().sqrt().recip(),
+            )
+        });
+        type Four = (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>);
+        for call in 0..8 {
+            let data = |values: [f32; 6]| Tensor::<B, 1>::from_data(values, &device());
+            let x = data([1.0, -1.0, 0.5, 0.0, 0.25, 2.0])
+                .narrow(0, 0, 4)
+                .reshape([2, 2]);
+            let w = data([1.0, 0.5, call as f32, 1.0, -0.5, 0.25]).reshape([2, 3]);
+            let (x, w) = (x.require_grad(), w.require_grad());
+            let (sums, infinite, shares, roots): Four = function.call((x.clone(), w.clone()));
+            let mut note = |loss: Tensor<B, 1>| {
+                let gradients = loss.backward();
+                for (name, tensor) in [("dx", &x), ("dw", &w)] {
+                    seen.gradient(name, tensor, &gradients);
+                    let gradient = tensor.grad(&gradients).map(|gradient| gradient.into_data());
+                    let elements = gradient.map(|data| data.to_vec::<f32>().unwrap());
+                    assert!(
+                        elements.is_none_or(|elements| elements.iter().all(|x| x.is_finite())),
+                        "{name}"
+                    );
+                }
+            };
+            match call % 4 {
+                0 => note(shares.sum()),
+                // Each loss has what it uses, and the others stay.
+                1 => {
+                    note((shares * 2.0).sum());
+                    drop((sums, infinite, roots));
+                }
+                2 => note((shares.clone() * 3.0 + shares).mean()),
+                _ => drop((sums, infinite, shares, roots)),
+            }
+        }
+        function.assert_pairs(1);
+        function.assert_explained("backward from output 2 alone");
+    });
+}
+
+#[test]
 fn functions_in_functions_and_in_sequence() {
     compare(|how, seen| {
         let inner = how.function(|x: Tensor<B, 2>| x.tanh() * 2.0);

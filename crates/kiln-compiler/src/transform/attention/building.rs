@@ -7,7 +7,6 @@ use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, NodeData, Provenance, Rewriter, Scalar, Shape, TypeError, Value};
 
 use super::matching::{Gradient, Match, Number};
-use crate::transform::pattern::splat;
 use crate::transform::view::View;
 
 /// A result of a gradient: its composition's number, which of `dq, dk, dv` it is, and whether transposed.
@@ -152,10 +151,13 @@ impl Build<'_> {
             small = data.inputs[0];
             data = self.graph.def(small);
         }
-        if splat(self.graph, value).is_none() || small != value {
+        if self.graph.splatted(value).is_none() || small != value {
             return self.demand(small);
         }
-        let number = splat(self.graph, value).map_or(Ok(value), |number| self.demand(number))?;
+        let number = self
+            .graph
+            .splatted(value)
+            .map_or(Ok(value), |number| self.demand(number))?;
         self.add(Op::Reshape([1, 1, 1, 1].into()), &[number], p)
     }
 
