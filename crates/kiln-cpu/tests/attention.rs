@@ -279,6 +279,45 @@ fn fills_that_count_in_some_rows() {
     check_on(extents, hidden, -1e3, isa, F32, 1e-3, oppose);
 }
 
+/// Rows that see nothing but padding, which a mask has brought down as far as `fill`, take all keys.
+#[test]
+fn padding_as_low_as_what_is_hidden() {
+    let isa = Toolchain::detect().unwrap().isa();
+    let padded = AttentionDims {
+        mask: true,
+        hidden: true,
+        ..PLAIN
+    };
+    let extents @ [_, heads, _, _, keys, ..] = [2, 4, 2, 41, 53, 20, 12];
+    let low = F32.lowest();
+    for (padding, fill, safe) in [
+        (low, low, false),
+        (-1e10, -1e10, false),
+        (f64::NEG_INFINITY, low, false),
+        (f64::NEG_INFINITY, low, true),
+        (-1e30, -1e30, true),
+    ] {
+        let pad = |tensors: &mut [HostTensor]| {
+            for tensor in tensors.iter_mut() {
+                let shape = tensor.ty().shape.clone();
+                if shape.dims() == [1, heads, 1, keys] && tensor.ty().dtype.is_float() {
+                    let elements = tensor.to_f64s().into_iter().enumerate();
+                    let lowered = elements.map(|(at, x)| if at % keys < keys / 3 + 9 { padding } else { x });
+                    *tensor = HostTensor::from_floats(DType::F32, shape, lowered.collect::<Vec<_>>());
+                }
+            }
+            // Beside such numbers f64 has digits of scores that f32 has not.
+            let query = &tensors[0];
+            let (ty, row) = (query.ty().clone(), extents[5]);
+            let elements = query.to_f64s().into_iter().enumerate();
+            let plain = elements.map(|(at, x)| if at / row % extents[3] < 9 { 0.0 } else { x });
+            tensors[0] = HostTensor::from_floats(ty.dtype, ty.shape, plain.collect::<Vec<_>>());
+        };
+        let dims = AttentionDims { safe, ..padded };
+        check_on(extents, dims, fill, isa, F32, F32.tolerance(), pad);
+    }
+}
+
 /// Masks and dropout in other orders, and rows that see nothing.
 #[test]
 fn orders_of_masks_and_dropout() {

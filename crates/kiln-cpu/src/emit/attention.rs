@@ -212,9 +212,9 @@ fn skips(graph: &Graph, fill: Value, dims: &AttentionDims) -> Skips {
         return Skips::Never;
     };
     // A `fill` below this has no weight beside any score that its type is meant for. A mask that is added
-    // later may raise it.
+    // later may raise it, and one that was added before may have lowered all that a row sees as far.
     let zero = match graph.dtype(fill) {
-        _ if dims.mask_last => f64::NEG_INFINITY,
+        _ if dims.mask => f64::NEG_INFINITY,
         DType::F16 => -65504.0,
         _ => -1e30,
     };

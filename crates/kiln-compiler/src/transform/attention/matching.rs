@@ -212,6 +212,7 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
     let full_precision = |value: Value| graph.def(value).provenance.full_precision;
     let fits = graph.dtype(scores.out) == dtype
         && graph.ty(scores.out).numel() > 0
+        && graph.ty(scores.left.base).numel() > 0
         && full_precision(scores.out) == full_precision(product.out)
         && fit(graph, &bindings, dtype)
         && (!dims.dropout || graph.dtype(bindings.of("?draws")) == dtype.compute())

@@ -148,13 +148,14 @@ impl AttentionSpec {
         self.causal || self.skips != Skips::Never
     }
 
-    /// C condition for a weight of `fill` that is not zero beside a largest score `most`.
+    /// C condition for a weight of `fill` that is not zero beside a largest score `most`, or NaN. The
+    /// difference of two large numbers is exact, the sum of one and a small one is not.
     fn fill_counts(&self, most: &str) -> String {
         let zero_below = match self.storage.element() {
             Element::F32 => "104.0f",
             Element::F64 => "746.0",
         };
-        format!("fill > {most} - {zero_below}")
+        format!("!(fill - {most} <= -{zero_below})")
     }
 
     /// Address of the statistics of row `row` of a head.
