@@ -272,7 +272,8 @@ impl<F> CompiledFn<F> {
     }
 
     /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
-    /// failed; see [`crate::Compiled::freeze`]. That holds for calls with tracked tensors, too.
+    /// failed; see [`crate::Compiled::freeze`]. That holds for calls with tracked tensors, too. A backward pass
+    /// still compiles when a loss first uses some of the outputs only.
     pub fn freeze(&self) {
         self.region.freeze();
         self.split.freeze();
