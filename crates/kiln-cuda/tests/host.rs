@@ -592,3 +592,23 @@ out[32768 + i] = __float_as_uint((float)(fabs(near - exact) / fabs(exact)));",
 fn between(a: f32, b: f32) -> f32 {
     ((f64::from(a) + f64::from(b)) / 2.0) as f32
 }
+
+/// Searches of lists of almost 2^31 items. An item here is known by its address, so that the list needs no
+/// memory.
+#[test]
+fn searches_do_not_overflow() {
+    let kernel = OneKernel {
+        helpers: "struct @_Item {
+    char byte;
+    kiln_u32 key() const { return (kiln_u32)(kiln_u64)this; }
+    bool before(const @_Item& other) const { return (kiln_u64)this < (kiln_u64)&other; }
+};
+",
+        body: "const @_Item* items = (const @_Item*)((kiln_u64)in[1] << 16);
+if (threadIdx.x == 0) out[0] = kiln_first_of<@_Item, int>(items, 1000000000, 2000000000, 65536u + 1500000000u);
+if (threadIdx.x == 1) out[1] = kiln_merge_split<@_Item, int>(items, 2000000000, items + 3000000000ll, 100, 2000000000);
+if (threadIdx.x > 1) out[threadIdx.x] = 0;",
+        ..OneKernel::default()
+    };
+    assert_eq!(kernel.words()[..2], [1_500_000_000, 2_000_000_000]);
+}

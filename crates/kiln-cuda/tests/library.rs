@@ -422,6 +422,71 @@ fn elements_are_scattered_where_indices_say() {
     check_all(&of_all(&FLOATS, &sums));
 }
 
+/// Long lists, fewer than the lines of the result: most updates of a list go to a few places.
+#[test]
+fn long_lists_narrower_than_the_result() {
+    let one = "$x = parameter : T[9,256]
+        $i = parameter : u8[1,700]
+        $u = parameter : T[1,700]
+        scatter MODE $x, $i, $u {axis=1}";
+    let few = "$x = parameter : T[20,256]
+        $i = parameter : u8[3,700]
+        $u = parameter : T[3,700]
+        scatter MODE $x, $i, $u {axis=1}";
+    let between = "$x = parameter : T[5,256,4]
+        $i = parameter : u8[2,700,3]
+        $u = parameter : T[2,700,3]
+        scatter MODE $x, $i, $u {axis=1}";
+    let texts = [
+        in_all_modes(one, "T[9,256]"),
+        in_all_modes(few, "T[20,256]"),
+        in_all_modes(between, "T[5,256,4]"),
+    ];
+    let texts: Vec<&str> = texts.iter().map(String::as_str).collect();
+    check_all_special(&of_all(&["i32"], &texts));
+    let sums = texts.iter().map(|text| {
+        let (head, _) = text.split_once("$ymul").unwrap();
+        format!("{head}return $yassign, $yadd")
+    });
+    let sums: Vec<String> = sums.collect();
+    let sums: Vec<&str> = sums.iter().map(String::as_str).collect();
+    check_all(&of_all(&["f32", "bf16"], &sums));
+}
+
+/// Chunks are joined once a list, however many lines the result has: 2048 of the one list here.
+#[test]
+fn chunks_are_counted_by_the_list() {
+    for (rows, places) in [(65536, 64), (1_100_000, 8)] {
+        let case = format!(
+            "$x = parameter : f32[{rows},{places}]
+            $i = parameter : i32[1,65536]
+            $u = parameter : f32[1,65536]
+            $y = scatter add $x, $i, $u {{axis=1}} : f32[{rows},{places}]
+            return $y"
+        );
+        let emitted = Emitted::new(&graph(&[case]));
+        let joins = emitted.functions.iter().filter(|function| {
+            let writes = |parameter: &String| parameter.starts_with("float*") && parameter.ends_with("parts");
+            function.parameters.iter().any(writes)
+        });
+        let joins: Vec<_> = joins.collect();
+        assert_eq!(joins.len(), 1);
+        assert!(
+            joins[0].body.contains("constexpr int COUNT = 2048;"),
+            "{}",
+            joins[0].body
+        );
+        // The sorted list, where each place's updates begin, and the two lists of the sort, whose memory the
+        // parts take afterwards.
+        let list = 65536 * 8;
+        assert_eq!(
+            emitted.scratch,
+            [list + (4 * (places + 1_usize)).next_multiple_of(256) + 2 * list]
+        );
+        machine_code(&emitted.functions);
+    }
+}
+
 #[test]
 fn many_random_graphs() {
     let mut config = GraphConfig {

@@ -8,8 +8,8 @@
 #[path = "../../kiln-compiler/tests/targets/precision.rs"]
 mod target;
 
-use kiln_cuda::testing::host::{Differential, HostStep};
-use kiln_graph::{Graph, HostTensor};
+use kiln_cuda::testing::host::{Differential, HostStep, Outcome};
+use kiln_graph::{DType, Graph, HostTensor};
 use target::{convolution, gradient};
 
 /// The results of a graph.
@@ -157,5 +157,61 @@ fn inverse_roots_are_powers() {
             both_nan || units <= 2,
             "{x:e} to the power of -1/2 is {expected:e}, not {found:e}"
         );
+    }
+}
+
+/// The number of bf16, of 8 significant bits, nearest to an integer; of two the one with the even last bit.
+fn nearest(x: i128) -> f64 {
+    let size = x.unsigned_abs();
+    let cut = (128 - size.leading_zeros()).saturating_sub(8);
+    let (kept, rest, half) = (size >> cut, size & ((1 << cut) - 1), (1 << cut) >> 1);
+    let up = cut > 0 && (rest > half || (rest == half && kept % 2 == 1));
+    let rounded = ((kept + u128::from(up)) << cut) as f64;
+    if x < 0 { -rounded } else { rounded }
+}
+
+/// Integers become numbers of bf16 in one rounding: f32, and for 64 bits f64, would make of a number beside
+/// the middle of two results the middle itself.
+#[test]
+fn integers_round_to_bf16_once() {
+    assert_eq!(nearest(33_685_505), 33_816_576.0);
+    for (dtype, most) in [
+        (DType::I32, i128::from(i32::MAX)),
+        (DType::U32, i128::from(u32::MAX)),
+        (DType::I64, i128::from(i64::MAX)),
+        (DType::U64, i128::from(u64::MAX)),
+    ] {
+        let least = if dtype.is_signed_int() { -most - 1 } else { 0 };
+        let mut numbers = vec![0, 33_685_505, least, most];
+        for bits in 8..64 {
+            for kept in [129, 170, 255] {
+                let middle = (i128::from(kept) << (bits - 7)) + (1_i128 << (bits - 8));
+                let beside = [0, 1, 2, 1 << (bits / 3), 1 << (bits / 2)];
+                numbers.extend(beside.iter().flat_map(|off| [middle + off, middle - off]));
+            }
+        }
+        let signed: Vec<i128> = numbers.iter().flat_map(|&x| [x, -x]).collect();
+        let numbers: Vec<i128> = signed
+            .into_iter()
+            .filter(|x| (least..=most).contains(x))
+            .collect();
+        let count = numbers.len();
+        let graph = Graph::parse(&format!(
+            "graph @casts {{
+  %0 = parameter 0 : {dtype}[{count}]
+  %1 = cast %0 : bf16[{count}]
+  return %1
+}}"
+        ))
+        .unwrap();
+        let given = HostTensor::from_ints(dtype, [count], numbers.iter().map(|&x| x as i64));
+        let found = run(&graph, std::slice::from_ref(&given));
+        for (&x, found) in numbers.iter().zip(found[0].to_f64s()) {
+            assert_eq!(found, nearest(x), "{x} of {dtype}");
+        }
+        if dtype.size() == 4 {
+            let comparison = Differential::new(&graph).arguments(vec![given], Vec::new());
+            assert_eq!(comparison.tolerances(&[0.0]).check(), Ok(Outcome::Same));
+        }
     }
 }

@@ -232,6 +232,11 @@ pub fn cast(from: DType, to: DType, x: &str) -> String {
             format!("kiln_to_integer<{ty}, {bits}>({x})")
         }
         (DType::F64, _) if matches!(to, DType::F16 | DType::BF16) => format!("kiln_shortened({x})"),
+        // f32 has not all of their digits, and the result would be rounded twice.
+        (a, _) if to == DType::BF16 && a.is_int() && a.size() == 4 => format!("kiln_shortened((double){x})"),
+        (a, _) if to == DType::BF16 && a.is_int() && a.size() == 8 => {
+            format!("kiln_shortened_integer<{}>({x})", memory_type(a))
+        }
         _ => format!("({ty}){x}"),
     };
     if matches!(to, DType::F16 | DType::BF16) && from != to {

@@ -144,7 +144,8 @@ impl Image {
     }
 }
 
-/// The type that sums of `dtype` are computed in: integers in 64 bits, of which the result has the lowest.
+/// The type that sums of `dtype` are given in: integers in 64 bits, of which the result has the lowest. What
+/// adds up integers does so without a sign, where they wrap.
 pub fn sum_type(dtype: DType) -> &'static str {
     match dtype {
         DType::F64 => "double",
@@ -167,18 +168,22 @@ impl Template {
     /// A kernel of blocks of `threads` on elements of `dtype`, computed in the type `register`, that accesses
     /// `images`.
     pub fn new(dtype: DType, register: &'static str, threads: u32, images: &[&Image]) -> Self {
-        Self::between([dtype; 2], register, threads, images)
+        Self::between([dtype; 2], register, threads, images, 0)
     }
 
-    /// [`Template::new`] with results of another type than the elements that are read: the two types, in this
-    /// order.
+    /// [`Template::new`] with results of another type than the elements that are read, the two types in this
+    /// order, and with other tensors of up to `others` elements, such as weights.
     pub fn between(
         [dtype, result]: [DType; 2],
         register: &'static str,
         threads: u32,
         images: &[&Image],
+        others: usize,
     ) -> Self {
-        let wide = images.iter().any(|image| image.span() > i64::from(i32::MAX));
+        let most = i32::MAX as usize;
+        // What is broadcast has more elements, which are counted, than its memory.
+        let is_wide = |image: &&Image| image.span() > i64::from(i32::MAX) || image.elements() > most;
+        let wide = others > most || images.iter().any(is_wide);
         let index = if wide { "long long" } else { "int" };
         let (memory, stored) = (memory_type(dtype), memory_type(result));
         let is_half = |dtype: DType| matches!(dtype, DType::F16 | DType::BF16);

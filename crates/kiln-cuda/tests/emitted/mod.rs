@@ -105,6 +105,8 @@ fn special(ty: &TensorType, seed: u64) -> HostTensor {
 pub struct Emitted {
     pub calls: Vec<Call>,
     pub functions: Vec<FunctionText>,
+    /// Bytes of working memory of each operation.
+    pub scratch: Vec<usize>,
 }
 
 impl Emitted {
@@ -119,11 +121,13 @@ impl Emitted {
             cudnn: false,
             layouts: &schedule.layouts,
         };
-        let mut calls = Vec::new();
+        let (mut calls, mut scratch) = (Vec::new(), Vec::new());
         for kernel in &schedule.kernels {
             if let KernelKind::Library(_) = kernel.kind {
                 let code = generate(graph, kernel, &options);
-                calls.extend(code.unwrap_or_else(|error| panic!("{error}\n{graph}")).calls);
+                let code = code.unwrap_or_else(|error| panic!("{error}\n{graph}"));
+                scratch.push(code.scratch);
+                calls.extend(code.calls);
             }
         }
         let functions = calls.iter().filter_map(|call| match call {
@@ -133,6 +137,7 @@ impl Emitted {
         Self {
             functions: functions.collect(),
             calls,
+            scratch,
         }
     }
 }

@@ -8,6 +8,7 @@ mod common;
 mod bands;
 mod compare;
 mod convolution;
+mod giants;
 mod kinds;
 mod library;
 mod machine_code;

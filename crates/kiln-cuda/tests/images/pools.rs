@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use kiln_cuda::testing::host::{Differential, Outcome};
+use kiln_cuda::testing::host::{Differential, HostStep, Outcome};
 use kiln_graph::op::Window;
 use kiln_graph::{Graph, HostTensor};
 
@@ -342,4 +342,31 @@ fn gradients_from_any_indices() {
         let outcome = Differential::new(&graph).arguments(tensors, Vec::new()).check();
         assert_eq!(outcome, Ok(Outcome::Same), "{dtype} at {indices}");
     });
+}
+
+/// Sums of means wrap in 64 bits before they are divided, as sums of integers do.
+#[test]
+fn sums_of_means_wrap() {
+    let graph = parse(
+        "graph @means {
+  %0 = parameter 0 : i64[1,1,4]
+  %1 = parameter 1 : i64[1,1,3]
+  %2 = avg_pool %0 {size=[2], stride=[2], pad_low=[0], pad_high=[0], dilation=[1]} : i64[1,1,2]
+  %3 = avg_pool_grad %1 {size=[3], stride=[1], pad_low=[2], pad_high=[2], dilation=[1], input=[1]} : i64[1,1,1]
+  return %2, %3
+}",
+    );
+    let of = |list: &[i64]| {
+        HostTensor::from_ints(kiln_graph::DType::I64, [1, 1, list.len()], list.iter().copied())
+    };
+    let tensors = vec![
+        of(&[i64::MAX, 1, i64::MIN, -1]),
+        // The one place is the only one of each window.
+        of(&[i64::MAX, i64::MAX, 5]),
+    ];
+    let comparison = Differential::new(&graph).arguments(tensors, Vec::new());
+    let host = HostStep::of(&comparison.compile().unwrap()).unwrap();
+    let found = comparison.run(&host).unwrap();
+    assert_eq!(found[0].to_i64s(), [i64::MIN / 2, i64::MAX / 2]);
+    assert_eq!(found[1].to_i64s(), [3]);
 }

@@ -267,7 +267,13 @@ impl Convolution<'_> {
             false => "unsigned long long",
         };
         let types = [self.dtype, self.result_dtype];
-        let mut template = Template::between(types, register, threads, &[&self.x, &self.y]);
+        let mut template = Template::between(
+            types,
+            register,
+            threads,
+            &[&self.x, &self.y],
+            self.weight_elements(),
+        );
         template
             .spatial("WINDOW", self.window)
             .spatial("STRIDE", self.stride)
@@ -275,6 +281,15 @@ impl Convolution<'_> {
             .spatial("DILATION", self.dilation)
             .ints([("GROUPS", self.dims.groups), ("TAPS", self.taps())]);
         template
+    }
+
+    /// The most elements of the weight: in memory, or packed with the channels of its results padded to fours.
+    fn weight_elements(&self) -> usize {
+        let [depth, channels] = self.group;
+        // What packs the filters of single channels takes them for one group.
+        let groups = self.y.channels.div_ceil(channels.max(1));
+        let padded = |results: usize, depth: usize| results.next_multiple_of(4) * depth;
+        padded(channels, depth).max(padded(depth, channels)) * self.taps() * groups
     }
 
     /// Bytes of the type that results are summed in.

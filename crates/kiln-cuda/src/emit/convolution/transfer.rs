@@ -40,8 +40,8 @@ pub fn transfer(dtype: DType, [stored, other]: [&Image; 2], copy: usize, to_copy
             ("PLANE", plane),
             ("CHANNELS", stored.channels),
             ("TO_CHANNELS", to_channels),
-            ("UNITS", units),
-        ]);
+        ])
+        .constant("Index", "UNITS", units);
     let (own, other) = (Argument::value(stored.base), Argument::Scratch(copy));
     let operands = match to_copy {
         true => vec![

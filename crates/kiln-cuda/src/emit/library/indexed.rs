@@ -55,9 +55,7 @@ if (i <= EXTENT) bounds[i] = kiln_first_of<kiln_item32, int>(sorted, 0, LENGTH, 
 const PARTS: &str = "
 const Index i = (Index)blockIdx.x * THREADS + threadIdx.x;
 if (i >= COUNT) return;
-const Index q = i % WORDS * WIDTH, chunk = i / WORDS % CHUNKS, o = i / (WORDS * CHUNKS);
-PLACE
-if (!inside) return;
+PART
 const kiln_item32* own = sorted + list * LENGTH + chunk * CHUNK;
 if (own[0].key() != own[CHUNK - 1].key()) return;
 @_Elements all;
@@ -66,6 +64,19 @@ all.load(updates + first + (Index)own[0].place() * STEP);
 for (int p = 1; p < CHUNK; p++) all.update(updates + first + (Index)own[p].place() * STEP);
 for (int w = 0; w < WIDTH; w++) parts[i * WIDTH + w] = all.at[w];
 ";
+
+/// Which chunk of which list a part is of, and where the list's updates begin. The one list of slices has
+/// parts for each word of a slice; other lists are numbered as the indices have them, which may be far fewer
+/// than the lines of the result.
+const PART_OF_SLICES: &str =
+    "const Index q = i % WORDS * WIDTH, chunk = i / WORDS % CHUNKS, o = i / (WORDS * CHUNKS);
+PLACE";
+const PART_OF_LIST: &str = "const Index list = i / CHUNKS, chunk = i % CHUNKS;
+const Index first = list / NEIGHBOURS * BLOCK + list % NEIGHBOURS;";
+
+/// Where those parts are.
+const AT_SLICE: &str = "((o * CHUNKS + p / CHUNK) * WORDS * WIDTH + q)";
+const AT_LIST: &str = "(list * CHUNKS + p / CHUNK)";
 
 /// Joins the updates of each element.
 const SORTED: &str = "
@@ -101,7 +112,7 @@ const UPDATE_CHUNKS: &str = "int front = high, back = high;
     #pragma unroll 4
     for (int p = low; p < front; p++) all.update(updates + first + (Index)own[p].place() * STEP);
     #pragma unroll 4
-    for (int p = front; p < back; p += CHUNK) all.join(parts + ((o * CHUNKS + p / CHUNK) * WORDS * WIDTH + q));
+    for (int p = front; p < back; p += CHUNK) all.join(parts + AT_PART);
     #pragma unroll 4
     for (int p = back; p < high; p++) all.update(updates + first + (Index)own[p].place() * STEP);";
 
@@ -110,6 +121,8 @@ struct Scatter<'a> {
     graph: &'a Graph,
     node: Node,
     mode: ScatterMode,
+    /// Whether there is one list, for whole slices.
+    whole: bool,
     out: Value,
     dtype: DType,
     lanes: Lanes,
@@ -171,6 +184,7 @@ const Index first_index = 0, list = 0;"
             graph,
             node,
             mode,
+            whole,
             out,
             dtype,
             lanes,
@@ -196,7 +210,8 @@ const Index first_index = 0, list = 0;"
             self.graph
                 .ty(self.out)
                 .numel()
-                .max(self.graph.ty(data.inputs[2]).numel()),
+                .max(self.graph.ty(data.inputs[2]).numel())
+                .max(count),
         );
         Text::default()
             .helpers(&self.elements())
@@ -337,7 +352,12 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
         let rest = bounds_at + bounds_bytes;
         let chunks = self.length / CHUNK;
         let has_parts = self.mode != ScatterMode::Assign && chunks >= 4;
-        let part_words = self.lanes.outer * chunks * self.words().1;
+        let (part_of, at_part, part_words) = if self.whole {
+            let words = self.lanes.outer * chunks * self.words().1;
+            (PART_OF_SLICES, AT_SLICE, words)
+        } else {
+            (PART_OF_LIST, AT_LIST, self.lists * chunks)
+        };
         let part_bytes = if has_parts {
             part_words * self.width * self.dtype.compute().size()
         } else {
@@ -352,8 +372,11 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
         }
         let wide = expressions::register_type(self.dtype);
         if has_parts {
-            let text = sorted(self.text(part_words)).writes(wide, "parts", Argument::Scratch(rest));
-            let statements = self.statements(PARTS, "");
+            let text = sorted(self.text(part_words))
+                .count("NEIGHBOURS", self.neighbours)
+                .count("BLOCK", self.length * self.neighbours)
+                .writes(wide, "parts", Argument::Scratch(rest));
+            let statements = self.statements(&PARTS.replace("PART\n", &format!("{part_of}\n")), "");
             launches.push(text.launch(&statements, blocks(part_words, THREADS as usize), THREADS));
         }
         let count = self.words().0;
@@ -378,7 +401,7 @@ inline int @_clamp({index} x) {{ return {low}x > {last} ? {last} : (int)x; }}
             "result",
             Argument::value(self.out),
         );
-        let statements = statements.replace("UPDATE", update);
+        let statements = statements.replace("UPDATE", update).replace("AT_PART", at_part);
         launches.push(text.launch(&statements, blocks(count, THREADS as usize), THREADS));
         KernelCode {
             calls: launches.into_iter().map(Call::Launch).collect(),

@@ -63,6 +63,9 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         result: Image::result(graph, options, to),
         indices,
     };
+    if !pool.has_places(&data.op) {
+        return None;
+    }
     match &data.op {
         Op::MaxPool(window) | Op::MaxPoolWithIndices { window, .. } => pool.max(window),
         Op::MaxPoolGrad { .. } => match made_by(graph, node).filter(|window| pool.is_covered(window)) {
@@ -129,7 +132,8 @@ impl Pool {
     }
 
     fn mean(&self, window: &Window, count_padding: bool, text: &str) -> Option<KernelCode> {
-        let template = self.template(window, sum_type(self.dtype), count_padding);
+        let mut template = self.template(window, sum_type(self.dtype), count_padding);
+        template.alias("S", sum_register(self.dtype));
         let operands = vec![
             (
                 template.reads(),
@@ -139,6 +143,33 @@ impl Pool {
             (template.writes(), 0, Argument::value(self.result.base)),
         ];
         self.launch(template, &[PLACE, WINDOW, text], operands)
+    }
+
+    /// Whether kernels count images, channels and the places of each dimension in 31 bits. A plane may have
+    /// more places than that.
+    fn has_places(&self, op: &Op) -> bool {
+        let counted = |count: usize| count <= i32::MAX as usize;
+        let (from, to) = (self.image.extents, self.result.extents);
+        let window = match op {
+            Op::MaxPool(window)
+            | Op::MaxPoolWithIndices { window, .. }
+            | Op::AvgPool { window, .. }
+            | Op::AvgPoolGrad { window, .. } => Some(window),
+            _ => None,
+        };
+        // How far beyond an image windows reach, the last of which may begin in its padding.
+        let beyond = |axis: usize| {
+            let Some(window) = window else { return 0 };
+            let list = |list, missing| spatial(list, missing)[axis];
+            let reach = list(&window.size, 1).saturating_mul(list(&window.dilation, 1));
+            let padding = list(&window.pad_low, 0).saturating_add(list(&window.pad_high, 0));
+            reach
+                .saturating_add(padding)
+                .saturating_add(list(&window.stride, 1))
+        };
+        counted(self.image.images)
+            && counted(self.image.channels)
+            && (0..3).all(|axis| counted(from[axis].max(to[axis]).saturating_add(beyond(axis))))
     }
 
     /// Whether indices say which window they are of: every window has an element that is no padding, and no

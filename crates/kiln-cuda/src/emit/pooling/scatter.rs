@@ -35,12 +35,12 @@ pub fn generate(pool: &Pool) -> Option<KernelCode> {
             ("IMAGES", result.images),
             ("CHANNELS", result.channels),
             ("SLICES", slices),
-            ("SLICE", slice),
-            ("PLACES", places),
-        ]);
+        ])
+        .constant("Index", "SLICE", slice)
+        .constant("Index", "PLACES", places);
     let [_, height, width] = result.extents;
     let slot_at = format!(
-        "inline Index slot_at(int place)\n{{\n    return place / {} * S0 + place / {width} % {height} * S1 + place % {width} * S2;\n}}\n",
+        "inline Index slot_at(Index place)\n{{\n    return place / {} * S0 + place / {width} % {height} * S1 + place % {width} * S2;\n}}\n",
         height * width
     );
     let sums = match wide {

@@ -55,6 +55,14 @@ inline float kiln_shortened(double x)
     return (float)__longlong_as_double((long long)(bits & ~cut | (kiln_u64)((bits & cut) != 0) << 40));
 }
 
+// The same of an integer of 64 bits. From 2^53 on f64 has not all of its digits: the last 11 are cut off here, likewise.
+template <class T> inline float kiln_shortened_integer(T x)
+{
+    const T most = (T)1 << 53, cut = ((T)1 << 11) - 1;
+    const bool far = x >= most || (x < (T)0 && x <= (T)(0 - most));
+    return kiln_shortened((double)(far ? (T)(x & ~cut | (T)((x & cut) != 0) << 11) : x));
+}
+
 // ---- integers ----
 
 template <class T> inline T kiln_add(T a, T b) { return (T)((kiln_u64)a + (kiln_u64)b); }

@@ -78,7 +78,7 @@ template <class Item, class Index> Index kiln_merge_split(const Item* a, Index a
 {
     Index low = rank > b_count ? rank - b_count : 0, high = rank < a_count ? rank : a_count;
     while (low < high) {
-        Index middle = (low + high) / 2;
+        Index middle = low + (high - low) / 2;
         if (a[middle].before(b[rank - 1 - middle])) low = middle + 1;
         else high = middle;
     }
@@ -90,7 +90,7 @@ template <class Item, class Index> Index kiln_first_of(const Item* items, Index 
 {
     Index low = from, high = count;
     while (low < high) {
-        Index middle = (low + high) / 2;
+        Index middle = low + (high - low) / 2;
         if (items[middle].key() < key) low = middle + 1;
         else high = middle;
     }

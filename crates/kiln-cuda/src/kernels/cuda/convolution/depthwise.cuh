@@ -20,7 +20,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
                 int p2 = source(y.at[2], k2, STRIDE2, LOW2, DILATION2, IMAGE2);
                 if (p0 < 0 || p1 < 0 || p2 < 0) continue;
                 Channels pixel = *(const Channels*)(x + p0 * X0 + p1 * X1 + p2 * X2);
-                Channels tap = *(const Channels*)(w + ((k0 * WINDOW1 + k1) * WINDOW2 + k2) * OUT_PADDED);
+                Channels tap = *(const Channels*)(w + (Index)((k0 * WINDOW1 + k1) * WINDOW2 + k2) * OUT_PADDED);
                 #pragma unroll
                 for (int j = 0; j < VECTOR; j++) sum[j] += widen(pixel.at[j]) * widen(tap.at[j]);
             }

@@ -29,7 +29,7 @@ inline void run(const T* __restrict__ image, const T* __restrict__ packed, O* __
             read_line(pixel, x + p0 * X0 + p1 * X1, begin, p0 >= 0 && p1 >= 0);
             #pragma unroll
             for (int k2 = 0; k2 < WINDOW2; k2++) {
-                Channels tap = *(const Channels*)(w + ((k0 * WINDOW1 + k1) * WINDOW2 + k2) * OUT_PADDED);
+                Channels tap = *(const Channels*)(w + (Index)((k0 * WINDOW1 + k1) * WINDOW2 + k2) * OUT_PADDED);
                 #pragma unroll
                 for (int j = 0; j < STRIP; j++) {
                     if (!is_joined(j, k2)) continue;

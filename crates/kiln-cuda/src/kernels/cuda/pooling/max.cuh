@@ -9,7 +9,7 @@ inline void run(const T* __restrict__ image, T* __restrict__ result, I* __restri
     Place y = place_of(number);
     const T* x = image + y.image * X_IMAGE + y.channel * X_CHANNEL;
     R best[VECTOR];
-    int where[VECTOR];
+    Index where[VECTOR];
     #pragma unroll
     for (int j = 0; j < VECTOR; j++) {
         best[j] = lowest();
@@ -26,7 +26,7 @@ inline void run(const T* __restrict__ image, T* __restrict__ result, I* __restri
                 int p2 = place_in(y.at[2], k2, STRIDE2, LOW2, DILATION2);
                 if ((unsigned)p2 >= IMAGE2) continue;
                 Channels pixel = *(const Channels*)(x + p0 * X0 + p1 * X1 + p2 * X2);
-                int here = (p0 * IMAGE1 + p1) * IMAGE2 + p2;
+                Index here = ((Index)p0 * IMAGE1 + p1) * IMAGE2 + p2;
                 #pragma unroll
                 for (int j = 0; j < VECTOR; j++) {
                     R value = widen(pixel.at[j]);

@@ -8,7 +8,7 @@ inline void run(const T* __restrict__ gradient, const I* __restrict__ indices, T
     Index number = ((Index)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (number >= RESULTS) return;
     Place x = place_of(number);
-    I here = (I)((x.at[0] * RESULT1 + x.at[1]) * RESULT2 + x.at[2]);
+    I here = (I)(((Index)x.at[0] * RESULT1 + x.at[1]) * RESULT2 + x.at[2]);
     Windows w0 = windows_at(x.at[0], WINDOW0, STRIDE0, LOW0, DILATION0, IMAGE0);
     Windows w1 = windows_at(x.at[1], WINDOW1, STRIDE1, LOW1, DILATION1, IMAGE1);
     Windows w2 = windows_at(x.at[2], WINDOW2, STRIDE2, LOW2, DILATION2, IMAGE2);

@@ -6,7 +6,7 @@ inline void run(const T* __restrict__ image, T* __restrict__ result)
     if (number >= RESULTS) return;
     Place y = place_of(number);
     const T* x = image + y.image * X_IMAGE + y.channel * X_CHANNEL;
-    R sum[VECTOR] = {};
+    S sum[VECTOR] = {};
     for (int k0 = 0; k0 < WINDOW0; k0++) {
         int p0 = place_in(y.at[0], k0, STRIDE0, LOW0, DILATION0);
         if ((unsigned)p0 >= IMAGE0) continue;
@@ -19,7 +19,7 @@ inline void run(const T* __restrict__ image, T* __restrict__ result)
                 if ((unsigned)p2 >= IMAGE2) continue;
                 Channels pixel = *(const Channels*)(x + p0 * X0 + p1 * X1 + p2 * X2);
                 #pragma unroll
-                for (int j = 0; j < VECTOR; j++) sum[j] += widen(pixel.at[j]);
+                for (int j = 0; j < VECTOR; j++) sum[j] += (S)widen(pixel.at[j]);
             }
         }
     }
@@ -28,6 +28,6 @@ inline void run(const T* __restrict__ image, T* __restrict__ result)
         * (R)counted(y.at[2], WINDOW2, STRIDE2, LOW2, HIGH2, DILATION2, IMAGE2);
     Channels to;
     #pragma unroll
-    for (int j = 0; j < VECTOR; j++) to.at[j] = narrow(count == 0 ? (R)0 : sum[j] / count);
+    for (int j = 0; j < VECTOR; j++) to.at[j] = narrow(count == 0 ? (R)0 : (R)sum[j] / count);
     *(Channels*)(result + result_at(y)) = to;
 }

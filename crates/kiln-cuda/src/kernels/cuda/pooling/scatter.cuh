@@ -12,14 +12,14 @@ inline void run(const T* __restrict__ gradient, const I* __restrict__ indices, S
     const T* dy = gradient + image * X_IMAGE + channel * X_CHANNEL;
     const I* places = indices + image * I_IMAGE + channel * I_CHANNEL;
     S* to = sums + image * S_IMAGE + channel * S_CHANNEL;
-    for (int p = (int)begin; p < (int)end; p++) to[slot_at(p)] = (S)0;
+    for (Index p = (Index)begin; p < (Index)end; p++) to[slot_at(p)] = (S)0;
     for (int o0 = 0; o0 < IMAGE0; o0++)
         for (int o1 = 0; o1 < IMAGE1; o1++)
             #pragma unroll 4
             for (int o2 = 0; o2 < IMAGE2; o2++) {
                 long long at = (long long)places[o0 * I0 + o1 * I1 + o2 * I2];
                 if (at < begin || at >= end) continue;
-                Index slot = slot_at((int)at);
+                Index slot = slot_at((Index)at);
                 to[slot] = (S)(to[slot] + (S)widen(dy[o0 * X0 + o1 * X1 + o2 * X2]));
             }
 }
