@@ -5,6 +5,7 @@
 //! ([`crate::rendezvous`]), and this thread computes the result from the operands of all ranks. Operands of
 //! more bytes go over the [`Carrier`], which the program gives to the world once the ranks have GPUs.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::Receiver;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -62,7 +63,9 @@ impl Carried {
         while let Ok(order) = orders.recv() {
             let result = match &self.broken {
                 Some(error) => Err(Error::Broken(error.to_string())),
-                None => self.carry_out(&order),
+                // A carrier is the program's code. Whoever gave the order waits for an answer all the same.
+                None => catch_unwind(AssertUnwindSafe(|| self.carry_out(&order)))
+                    .unwrap_or_else(|_| Err(Error::Broken("the thread that connects them panicked".into()))),
             };
             if let (Err(error), None) = (&result, &self.broken) {
                 self.broken = Some(error.clone());

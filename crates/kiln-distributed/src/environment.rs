@@ -8,8 +8,26 @@
 //! | `torchrun` | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` |
 //!
 //! The first line whose two variables are there counts: an `mpirun` inside a Slurm job is that `mpirun`.
+//! `torchrun` goes before all of them if it left [`ELASTIC`]: its ranks inherit the variables of the `srun`
+//! or `mpirun` that it was started by, once on each machine.
+//!
+//! `srun --mpi=pmi2` sets `PMI_RANK` and `PMI_SIZE` but no `MPI_LOCALRANKID`. Where a launcher's own
+//! variables do not say which rank of its machine a process is, those of Cray's PMI do, or Slurm's, if the
+//! rank is the one of the Slurm step.
 
 use crate::error::Error;
+
+/// What `torchrun` leaves in the environment of its ranks, and nobody else does.
+const ELASTIC: &str = "TORCHELASTIC_RUN_ID";
+
+/// Rank and number of ranks of a Slurm step.
+const SLURM: [&str; 2] = ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"];
+
+/// The same among the tasks of the step on one machine.
+const SLURM_LOCAL: [&str; 2] = ["SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"];
+
+/// Rank and number of ranks on one machine, in the words of Cray's PMI.
+const PMI_LOCAL: [&str; 2] = ["PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"];
 
 /// Who started the process.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -64,7 +82,9 @@ impl Place {
         local_size: 1,
     };
 
-    /// Reads the environment, through `variable`.
+    /// Reads the environment, through `variable`. A rank of several for which nothing says which one of its
+    /// machine it is counts as the first one there, with a warning: a launcher that Kiln does not know may
+    /// start one rank on each machine.
     ///
     /// # Errors
     /// [`Error::Environment`] if a rank is no number, or not below the number of ranks.
@@ -80,11 +100,7 @@ impl Place {
                 ["PMI_RANK", "PMI_SIZE"],
                 ["MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
             ),
-            (
-                Launcher::Slurm,
-                ["SLURM_PROCID", "SLURM_STEP_NUM_TASKS"],
-                ["SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"],
-            ),
+            (Launcher::Slurm, SLURM, SLURM_LOCAL),
             (
                 Launcher::Torchrun,
                 ["RANK", "WORLD_SIZE"],
@@ -92,8 +108,13 @@ impl Place {
             ),
         ];
         let there = |names: &[&str; 2]| names.iter().all(|name| variable(name).is_some());
-        let Some((launcher, global, local)) = launchers.into_iter().find(|(_, global, _)| there(global))
-        else {
+        let is_elastic = variable(ELASTIC).is_some();
+        let nearest = |(launcher, global, _): &(Launcher, [&str; 2], _)| {
+            is_elastic && *launcher == Launcher::Torchrun && there(global)
+        };
+        let found = launchers.iter().find(|&line| nearest(line));
+        let found = found.or_else(|| launchers.iter().find(|(_, global, _)| there(global)));
+        let Some(&(launcher, global, local)) = found else {
             return Ok(Self::ALONE);
         };
         let wrong = |name, expected| Error::Environment {
@@ -112,13 +133,32 @@ impl Place {
         let size = size.ok_or_else(|| wrong(size_name, "number of ranks"))?;
         let rank = number(rank_name).filter(|&rank| rank < size);
         let rank = rank.ok_or_else(|| wrong(rank_name, "number below the number of ranks"))?;
-        let local_rank = number(local[0]).unwrap_or(0);
+        let own = local[0];
+        let mut known = vec![local];
+        if launcher == Launcher::Mpich {
+            known.push(PMI_LOCAL);
+        }
+        // Where `mpirun` was started in a step of Slurm, the step's tasks are others than the ranks.
+        if SLURM.map(number) == [Some(rank), Some(size)] {
+            known.push(SLURM_LOCAL);
+        }
+        let mut known = known.into_iter();
+        let local = known.find_map(|[rank, size]| Some((number(rank)?, number(size))));
+        if local.is_none() && size > 1 {
+            tracing::warn!(
+                target: "kiln",
+                "{} started rank {rank} of {size}, and no variable says which one of its machine it is: it takes \
+                 itself for the first, and the first GPU. Set {} if there are several ranks on a machine",
+                launcher.name(), own
+            );
+        }
+        let (local_rank, local_size) = local.unwrap_or((0, None));
         Ok(Self {
             launcher,
             rank,
             size,
             local_rank,
-            local_size: number(local[1]).unwrap_or(1).max(local_rank + 1),
+            local_size: local_size.unwrap_or(1).max(local_rank + 1),
         })
     }
 }
@@ -179,6 +219,66 @@ mod tests {
         // The launcher that is nearest to the process counts.
         let both: Vec<_> = slurm.into_iter().chain(ompi).collect();
         assert_eq!(read(&both).map(|place| place.launcher), Ok(Launcher::OpenMpi));
+    }
+
+    #[test]
+    fn torchrun_inside_a_step_of_another_launcher_counts() {
+        let torch = [
+            ("RANK", "3"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "2"),
+        ];
+        let slurm = [("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
+        let ompi = [("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")];
+        let mpich = [("PMI_RANK", "1"), ("PMI_SIZE", "4")];
+        for outer in [slurm, ompi, mpich] {
+            let both = [&torch[..], &outer].concat();
+            let launcher = |variables: &[_]| read(variables).map(|place| place.launcher);
+            assert_ne!(launcher(&both), Ok(Launcher::Torchrun), "{outer:?}");
+            let elastic = [&both[..], &[("TORCHELASTIC_RUN_ID", "none")]].concat();
+            let expected = Place {
+                launcher: Launcher::Torchrun,
+                rank: 3,
+                size: 8,
+                local_rank: 1,
+                local_size: 2,
+            };
+            assert_eq!(read(&elastic), Ok(expected), "{outer:?}");
+            // What a program that torchrun started starts in turn is no rank of torchrun's, if it has none.
+            let other = [&outer[..], &[("TORCHELASTIC_RUN_ID", "none")]].concat();
+            assert_eq!(launcher(&other), launcher(&outer));
+        }
+    }
+
+    #[test]
+    fn the_rank_on_a_machine_is_known_from_whoever_says_it() {
+        let local = |variables: &[(&str, &str)]| {
+            let pmi = [("PMI_RANK", "5"), ("PMI_SIZE", "8")];
+            let place = read(&[&pmi, variables].concat()).expect("it makes sense");
+            assert_eq!((place.launcher, place.rank, place.size), (Launcher::Mpich, 5, 8));
+            (place.local_rank, place.local_size)
+        };
+        let own = [("MPI_LOCALRANKID", "2"), ("MPI_LOCALNRANKS", "3")];
+        let cray = [("PMI_LOCAL_RANK", "1"), ("PMI_LOCAL_SIZE", "4")];
+        let slurm = [
+            ("SLURM_PROCID", "5"),
+            ("SLURM_STEP_NUM_TASKS", "8"),
+            ("SLURM_LOCALID", "3"),
+            ("SLURM_STEP_TASKS_PER_NODE", "5(x2)"),
+        ];
+        assert_eq!(local(&[&slurm[..], &cray, &own].concat()), (2, 3));
+        assert_eq!(local(&[&slurm[..], &cray].concat()), (1, 4));
+        // `srun --mpi=pmi2`.
+        assert_eq!(local(&slurm), (3, 5));
+        // Inherited from the step that `mpirun` runs in.
+        let outer = [
+            ("SLURM_PROCID", "0"),
+            ("SLURM_STEP_NUM_TASKS", "1"),
+            ("SLURM_LOCALID", "3"),
+        ];
+        assert_eq!(local(&outer), (0, 1));
+        assert_eq!(local(&[]), (0, 1));
     }
 
     #[test]

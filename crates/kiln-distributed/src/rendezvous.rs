@@ -8,9 +8,12 @@
 //! ```text
 //!   rank 1 ── hello: 1 of 3 ──►        ◄── hello: 2 of 3 ── rank 2
 //!          ◄── welcome ──────── rank 0 ──── welcome ─────►
+//!          ── here ───────────►        ◄─────────── here ──
 //!          ── its bytes ──────►        ◄────── its bytes ──
 //!          ◄── bytes of 0, 1, 2 ───────── bytes of 0, 1, 2 ──►
 //! ```
+//!
+//! A rank that hears no welcome in time connects anew. Rank 0 counts a rank from its *here* on.
 //!
 //! A frame is its length, four bytes, and so many bytes; no frame is longer than [`LONGEST`], and none is
 //! allocated before its length was looked at. Every read has a deadline. Rank 0 says which ranks are missing.
@@ -19,8 +22,10 @@
 //! the first free one of [`PORTS`] ports from there on, and the others ask one after the other for a listener
 //! that belongs to their job.
 
+use std::hash::{BuildHasher, RandomState};
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use crate::environment::Place;
@@ -33,7 +38,13 @@ pub(crate) const MOST: usize = 64 << 10;
 const PORTS: u16 = 16;
 
 /// What a hello begins with; the last digit changes with the protocol.
-const MAGIC: [u8; 8] = *b"kilnran1";
+const MAGIC: [u8; 8] = *b"kilnran2";
+
+/// What a rank answers to a welcome.
+const HERE: &[u8] = b"here";
+
+/// Bytes of a hello.
+const HELLO: usize = 28;
 
 /// How long a stranger that connects to rank 0 may take to say hello.
 const MANNERS: Duration = Duration::from_secs(2);
@@ -100,18 +111,27 @@ pub(crate) struct Star {
     links: Vec<Option<TcpStream>>,
 }
 
-/// A hello: magic, the port that names the job, the number of ranks, the rank.
-fn hello(meeting: &Meeting, place: &Place) -> [u8; 20] {
-    let mut bytes = [0; 20];
+/// A random number of this process. A rank says hello again if it has not heard the answer, and the number
+/// tells that from two processes that were given the same rank.
+fn nonce() -> u64 {
+    static NONCE: OnceLock<u64> = OnceLock::new();
+    // The keys of a hasher are random.
+    *NONCE.get_or_init(|| RandomState::new().hash_one(std::process::id()))
+}
+
+/// A hello: magic, the port that names the job, the number of ranks, the rank, the process's [`nonce`].
+fn hello(meeting: &Meeting, place: &Place, nonce: u64) -> [u8; HELLO] {
+    let mut bytes = [0; HELLO];
     bytes[..8].copy_from_slice(&MAGIC);
     bytes[8..12].copy_from_slice(&u32::from(meeting.port).to_le_bytes());
     bytes[12..16].copy_from_slice(&(place.size as u32).to_le_bytes());
-    bytes[16..].copy_from_slice(&(place.rank as u32).to_le_bytes());
+    bytes[16..20].copy_from_slice(&(place.rank as u32).to_le_bytes());
+    bytes[20..].copy_from_slice(&nonce.to_le_bytes());
     bytes
 }
 
 /// Number `index` of four bytes each behind the magic.
-fn word(hello: &[u8; 20], index: usize) -> usize {
+fn word(hello: &[u8; HELLO], index: usize) -> usize {
     let bytes: [u8; 4] = std::array::from_fn(|i| hello[8 + 4 * index + i]);
     u32::from_le_bytes(bytes) as usize
 }
@@ -197,10 +217,12 @@ impl Star {
         let listener = bound.ok_or_else(|| failed(refused))?;
         listener.set_nonblocking(true).map_err(failed)?;
         let mut links: Vec<Option<TcpStream>> = (0..place.size).map(|_| None).collect();
+        let mut nonces: Vec<Option<u64>> = vec![None; place.size];
         while links.iter().skip(1).any(Option::is_none) {
             match listener.accept() {
                 Ok((stream, _)) => {
-                    if let Some((rank, stream)) = Self::welcome(meeting, place, &links, stream)? {
+                    if let Some((rank, nonce, stream)) = Self::welcome(meeting, place, &nonces, stream)? {
+                        nonces[rank] = Some(nonce);
                         links[rank] = Some(stream);
                     }
                 }
@@ -225,22 +247,25 @@ impl Star {
         })
     }
 
-    /// Looks at who has connected; none for a stranger.
+    /// Looks at who has connected: its rank, its nonce and the connection, which replaces an earlier one of
+    /// the same process. None for a stranger, and for a rank that did not take the answer: it will come
+    /// again.
     fn welcome(
         meeting: &Meeting,
         place: &Place,
-        links: &[Option<TcpStream>],
+        nonces: &[Option<u64>],
         stream: TcpStream,
-    ) -> Result<Option<(usize, TcpStream)>, Error> {
+    ) -> Result<Option<(usize, u64, TcpStream)>, Error> {
         let polite = Instant::now() + MANNERS;
         let heard = stream
             .set_nonblocking(false)
             .and_then(|()| stream.set_nodelay(true))
-            .and_then(|()| receive(&stream, 20, polite));
-        let Some(heard) = heard.ok().and_then(|bytes| <[u8; 20]>::try_from(bytes).ok()) else {
+            .and_then(|()| receive(&stream, HELLO, polite));
+        let Some(heard) = heard.ok().and_then(|bytes| <[u8; HELLO]>::try_from(bytes).ok()) else {
             return Ok(None);
         };
         let (port, size, rank) = (word(&heard, 0), word(&heard, 1), word(&heard, 2));
+        let nonce = u64::from_le_bytes(std::array::from_fn(|i| heard[20 + i]));
         if heard[..8] != MAGIC || port != usize::from(meeting.port) {
             // Of another job: it goes on looking for its own.
             let _ = send(&stream, b"other job", polite);
@@ -253,10 +278,15 @@ impl Star {
             )
         } else if rank == 0 || rank >= size {
             format!("rank {rank} of {size} cannot join rank 0")
-        } else if links[rank].is_some() {
+        } else if nonces[rank].is_some_and(|known| known != nonce) {
             format!("there are two ranks {rank}")
         } else {
-            return Ok(send(&stream, b"welcome", polite).ok().map(|()| (rank, stream)));
+            // It may have waited too long and be gone: what it said is read all the same.
+            let polite = Instant::now() + MANNERS;
+            let met = send(&stream, b"welcome", polite).and_then(|()| receive(&stream, HERE.len(), polite));
+            return Ok(met
+                .is_ok_and(|said| said == HERE)
+                .then_some((rank, nonce, stream)));
         };
         let _ = send(&stream, format!("no: {reason}").as_bytes(), polite);
         Err(Error::Worlds {
@@ -266,7 +296,7 @@ impl Star {
     }
 
     fn join(meeting: &Meeting, place: &Place, deadline: Instant, timeout: Duration) -> Result<Self, Error> {
-        let own = hello(meeting, place);
+        let own = hello(meeting, place, nonce());
         let addresses = meeting.addresses()?;
         while Instant::now() < deadline {
             for address in &addresses {
@@ -280,11 +310,13 @@ impl Star {
                     .and_then(|()| receive(&stream, 1 << 10, polite));
                 match answer.as_deref() {
                     Ok(b"welcome") => {
-                        return Ok(Self {
-                            rank: place.rank,
-                            size: place.size,
-                            links: vec![Some(stream)],
-                        });
+                        if send(&stream, HERE, polite).is_ok() {
+                            return Ok(Self {
+                                rank: place.rank,
+                                size: place.size,
+                                links: vec![Some(stream)],
+                            });
+                        }
                     }
                     Ok(answer) => {
                         if let Some(reason) = answer.strip_prefix(b"no: ") {
@@ -432,5 +464,80 @@ impl Star {
                 what,
             },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(20);
+
+    fn place(rank: usize, size: usize) -> Place {
+        Place {
+            rank,
+            size,
+            ..Place::ALONE
+        }
+    }
+
+    fn meeting() -> Meeting {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let port = listener.local_addr().expect("an address").port();
+        Meeting {
+            host: "127.0.0.1".into(),
+            port: port.min(60_000),
+            is_taken: false,
+        }
+    }
+
+    /// Connects to rank 0 and says hello.
+    fn visit(meeting: &Meeting, rank: usize, size: usize, nonce: u64) -> TcpStream {
+        let begun = Instant::now();
+        loop {
+            match TcpStream::connect((meeting.host.as_str(), meeting.port)) {
+                Ok(stream) => {
+                    let hello = hello(meeting, &place(rank, size), nonce);
+                    send(&stream, &hello, begun + LONG).expect("rank 0 listens");
+                    return stream;
+                }
+                Err(error) => assert!(begun.elapsed() < LONG, "{error}"),
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_did_not_hear_its_welcome_comes_again() {
+        let meeting = meeting();
+        std::thread::scope(|scope| {
+            let first =
+                scope.spawn(|| Star::connect(&meeting, &place(0, 2), LONG)?.exchange(b"a", LONG, "it"));
+            // It gave up before it was heard.
+            drop(visit(&meeting, 1, 2, nonce()));
+            let mut star = Star::connect(&meeting, &place(1, 2), LONG).expect("rank 0 waits for it");
+            let expected = Ok(vec![b"a".to_vec(), b"b".to_vec()]);
+            assert_eq!(star.exchange(b"b", LONG, "it"), expected);
+            assert_eq!(first.join().expect("no panic"), expected);
+        });
+    }
+
+    #[test]
+    fn a_process_may_say_hello_twice_and_two_processes_may_not() {
+        let meeting = meeting();
+        let deadline = Instant::now() + LONG;
+        std::thread::scope(|scope| {
+            let first = scope.spawn(|| Star::connect(&meeting, &place(0, 3), LONG).map(|_| ()));
+            for _ in 0..2 {
+                let stream = visit(&meeting, 1, 3, 5);
+                assert_eq!(receive(&stream, 100, deadline).expect("an answer"), b"welcome");
+                send(&stream, HERE, deadline).expect("rank 0 listens");
+            }
+            let stream = visit(&meeting, 1, 3, 6);
+            let answer = receive(&stream, 100, deadline).expect("an answer");
+            assert_eq!(String::from_utf8_lossy(&answer), "no: there are two ranks 1");
+            let error = first.join().expect("no panic").expect_err("there are two");
+            assert!(matches!(error, Error::Worlds { .. }), "{error}");
+        });
     }
 }

@@ -1,4 +1,5 @@
-//! Ranks as `torchrun` starts them: this program again, with that environment, on the loopback interface.
+//! Ranks as `torchrun` starts them inside a step of other launchers: this program again, with that
+//! environment, on the loopback interface.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -26,9 +27,11 @@ impl Rank<'_> {
     fn start(&self) -> Child {
         Command::new(std::env::current_exe().expect("the test has a file"))
             .args(["a_part", "--exact", "--nocapture"])
-            .env_remove("OMPI_COMM_WORLD_RANK")
-            .env_remove("PMI_RANK")
-            .env_remove("SLURM_PROCID")
+            // torchrun itself is the only rank of what it was started by, and its ranks inherit that.
+            .envs([("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")])
+            .envs([("PMI_RANK", "0"), ("PMI_SIZE", "1")])
+            .envs([("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")])
+            .env("TORCHELASTIC_RUN_ID", "none")
             .env("KILN_PART", self.part)
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", self.port.to_string())
@@ -91,6 +94,15 @@ fn a_part() {
                 .expect_err("nothing carries it");
             println!("said: {error}");
         }
+        "panic" => {
+            let world = connected(20_000).expect("the ranks meet");
+            world.carry_by(Box::new(Panics));
+            let mut large = vec![3u8; 100_000];
+            for _ in 0..2 {
+                let error = world.all_reduce(DType::U8, false, &mut large);
+                println!("said: {}", error.expect_err("the carrier panics"));
+            }
+        }
         "quick" => match connected(20_000) {
             Ok(world) => {
                 let same = world.agree(&[("the program", "the same".into())]);
@@ -113,6 +125,14 @@ impl Carrier for Known {
             *to = from.wrapping_mul(self.0 as u8);
         }
         Ok(())
+    }
+}
+
+struct Panics;
+
+impl Carrier for Panics {
+    fn carry(&mut self, _: &Shape, _: &[u8], _: &mut [u8], _: Duration) -> Result<(), Error> {
+        panic!("the carrier has a defect")
     }
 }
 
@@ -301,10 +321,11 @@ fn strangers_are_shown_out() {
     }
     .start();
     // A frame that claims four gigabytes, and one of another job.
-    let mut other_job = b"kilnran1".to_vec();
+    let mut other_job = b"kilnran2".to_vec();
     for number in [u32::from(port) + 1, 2, 1] {
         other_job.extend(number.to_le_bytes());
     }
+    other_job.extend(7u64.to_le_bytes());
     let long = u32::MAX.to_le_bytes().to_vec();
     let framed = [&(other_job.len() as u32).to_le_bytes()[..], &other_job].concat();
     for bytes in [long, framed] {
@@ -342,5 +363,14 @@ fn large_operands_without_a_gpu_are_refused() {
             text.contains("over NCCL") && text.contains("`mpirun -n 2 PROGRAM`"),
             "{text}"
         );
+    }
+}
+
+#[test]
+fn a_carrier_that_panics_leaves_nobody_waiting() {
+    for text in run("panic", 2, port()) {
+        let said = "said: the ranks are no longer connected: the thread that connects them panicked";
+        assert!(text.contains(said), "{text}");
+        assert!(text.contains("panic is over"), "{text}");
     }
 }

@@ -2,7 +2,7 @@
 
 use cranelift_entity::SecondaryMap;
 use kiln_graph::op::{BinaryOp, CompareOp, Dims, DotDims, Op, ReduceOp, SignedDims, UnaryOp};
-use kiln_graph::{DType, Graph, Provenance, Scalar, Shape, TensorType, Value};
+use kiln_graph::{DType, Graph, NodeData, Provenance, Scalar, Shape, TensorType, Value};
 use smallvec::SmallVec;
 
 use crate::error::Result;
@@ -233,6 +233,15 @@ pub(crate) trait Transform {
 
     /// The replacements of an operation's results.
     fn push(&mut self, op: &Op, inputs: &[Self::Counterpart]) -> Result<SmallVec<[Self::Counterpart; 1]>>;
+
+    /// The replacements of the results of a node of the graph that is rebuilt.
+    fn push_node(
+        &mut self,
+        node: &NodeData,
+        inputs: &[Self::Counterpart],
+    ) -> Result<SmallVec<[Self::Counterpart; 1]>> {
+        self.push(&node.op, inputs)
+    }
 }
 
 /// Copies a graph as it is.
@@ -291,7 +300,7 @@ pub(crate) fn rebuild<T: Transform>(
                 let known = node.provenance != Provenance::default();
                 let provenance = if known { &node.provenance } else { &outer };
                 transform.builder().provenance = provenance.clone();
-                transform.push(&node.op, &counterparts.all(&node.inputs))?
+                transform.push_node(node, &counterparts.all(&node.inputs))?
             }
         };
         for (&old, new) in node.outputs.iter().zip(made) {

@@ -470,6 +470,9 @@ fn conventions_at_kinks() {
     assert_eq!(slopes(&abs, &[-1.0, 0.0, 3.0], &[0.0]), [-1.0, 0.0, 1.0]);
     let largest = |g: &mut Graph, a, _| g.reduce(ReduceOp::Max, a, &[0], &p).expect("well typed");
     assert_eq!(slopes(&largest, &[5.0, 1.0, 5.0], &[0.0]), [0.5, 0.0, 0.5]);
+    // A NaN is reached by every NaN.
+    let nan = f64::NAN;
+    assert_eq!(slopes(&largest, &[5.0, nan, nan], &[0.0]), [0.0, 0.5, 0.5]);
     let power = |g: &mut Graph, a, b| g.binary(BinaryOp::Pow, a, b, &p).expect("well typed");
     assert_eq!(
         slopes(&power, &[0.0, 0.0, 0.0, 2.0], &[0.0, 1.0, 2.0, 3.0]),
@@ -486,6 +489,49 @@ fn conventions_at_kinks() {
         slopes(&running, &[1.0, 3.0, 3.0, 2.0], &[0.0]),
         [1.0, 1.0, 2.0, 0.0]
     );
+    assert_eq!(
+        slopes(&running, &[1.0, nan, 3.0, nan], &[0.0]),
+        [1.0, 2.0, 0.0, 1.0]
+    );
+}
+
+/// In f16 there is no number as large as the number of elements that reach an extreme here, and in bf16 it is
+/// not a number of its own.
+#[test]
+fn many_elements_that_reach_an_extreme_are_counted() {
+    for (dtype, count) in [(DType::F16, 70_000), (DType::BF16, 257)] {
+        let mut graph = Graph::new("ties");
+        let p = Provenance::default();
+        let x = graph.parameter(TensorType::new(dtype, [count]));
+        let y = graph.reduce(ReduceOp::Max, x, &[0], &p).expect("well typed");
+        graph.output(y, None);
+        let number = |value: f64| HostTensor::from_floats(dtype, Shape::scalar(), [value]);
+        let arguments = [
+            HostTensor::from_floats(dtype, [count], vec![3.0; count]),
+            number(256.0),
+        ];
+        let slopes = run(&vjp(&graph, &[0], &[0]).expect("fits"), &arguments, &[])[1].to_f64s();
+        let each = number(256.0 / count as f64).to_f64s()[0];
+        assert_eq!(slopes, vec![each; count], "{dtype}");
+    }
+}
+
+/// The floor of a quotient that is rounded up to an integer is the one below.
+#[test]
+fn a_remainder_moves_by_the_multiple_that_was_taken_away() {
+    let mut graph = Graph::new("remainder");
+    let p = Provenance::default();
+    let [a, b] = [0, 1].map(|_| graph.parameter(TensorType::new(DType::F64, [4])));
+    let y = graph.binary(BinaryOp::Rem, a, b, &p).expect("well typed");
+    graph.output(y, None);
+    let arguments = [
+        HostTensor::from_vec([4], [1.0, 7.5, -1.0, -0.5]),
+        HostTensor::from_vec([4], [0.1, 2.0, -0.1, 2.0]),
+        HostTensor::from_vec([4], [1.0; 4]),
+    ];
+    let results = run(&vjp(&graph, &[1], &[0]).expect("fits"), &arguments, &[]);
+    assert!(0.09 < results[0].to_f64s()[0], "{:?}", results[0].to_f64s());
+    assert_eq!(results[1].to_f64s(), [-9.0, -3.0, -9.0, 1.0]);
 }
 
 /// A power is differentiated by its exponent too, also at a base of 0, and twice.
@@ -555,6 +601,12 @@ fn what_has_no_derivative_says_so() {
     );
     // It is no obstacle where nothing differentiated runs through it.
     assert!(jvp(&graph, &[], &[0]).is_ok());
+    // Nor for an output that does not depend on it. It is computed all the same.
+    for derivative in [vjp(&graph, &[0], &[2]), jvp(&graph, &[0], &[2])] {
+        let text = derivative.expect("the parameter itself has one").to_string();
+        assert!(text.contains("my_filter"), "{text}");
+    }
+    assert!(vjp(&graph, &[0], &[2, 0]).is_err());
     assert!(matches!(
         vjp(&graph, &[1], &[2]),
         Err(FuncError::DiscreteParameter { index: 1, .. })

@@ -4,7 +4,7 @@
 //! costs inside a fused kernel cannot be measured without taking the kernel apart; the share says where to
 //! look.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -69,7 +69,8 @@ pub struct OperationRow {
     pub gradient_of: Option<String>,
     /// `file:line` of the user's call, if known.
     pub location: Option<String>,
-    /// How often it ran, inside kernels or eagerly.
+    /// Runs of steps that it was a part of, and its eager runs. Calls of one operation at one line are one in
+    /// a run of a step.
     pub calls: u64,
     /// Its share of its kernels' time, and the time of its eager runs.
     pub seconds: f64,
@@ -96,6 +97,8 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
     let mut kernels: BTreeMap<(u64, u32), KernelRow> = BTreeMap::new();
     let mut operations: BTreeMap<Operation, (u64, f64)> = BTreeMap::new();
     for run in &trace.runs {
+        // The primitives of an operation are one call of it, in however many kernels.
+        let mut called: BTreeSet<Operation> = BTreeSet::new();
         for time in run.kernels.iter().filter(|time| time.thread == 0) {
             let Some(kernel) = run.step.kernels.get(time.kernel as usize) else {
                 continue;
@@ -130,8 +133,9 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
                     part.gradient_of.clone(),
                     part.location.clone(),
                 );
+                let is_first = called.insert(key.clone());
                 let entry = operations.entry(key).or_default();
-                entry.0 += 1;
+                entry.0 += u64::from(is_first);
                 entry.1 += seconds * part.weight.max(1) as f64 / whole as f64;
             }
         }
@@ -348,5 +352,59 @@ fn clipped(text: &str, length: usize) -> String {
     match text.char_indices().nth(length) {
         Some((end, _)) => format!("{}…", &text[..end]),
         None => text.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::event::{KernelDescription, KernelTime, StepDescription, StepRun};
+
+    #[test]
+    fn an_operation_of_many_primitives_is_called_once_in_a_run() {
+        let part = |op: &str, operation: &str| OperationShare {
+            op: op.into(),
+            operation: Some(operation.into()),
+            gradient_of: None,
+            location: Some("src/main.rs:3".into()),
+            weight: 1,
+        };
+        let kernel = |operations| KernelDescription {
+            operations,
+            ..KernelDescription::default()
+        };
+        let step = Arc::new(StepDescription {
+            kernels: vec![
+                kernel(vec![part("exp", "Softmax"), part("reduce_sum", "Softmax")]),
+                kernel(vec![part("div", "Softmax"), part("mul", "Float.Mul")]),
+            ],
+            ..StepDescription::default()
+        });
+        let run = StepRun {
+            step,
+            row: 0,
+            begin: 0,
+            end: 4_000,
+            kernels: [0, 1]
+                .map(|kernel| KernelTime {
+                    kernel,
+                    thread: 0,
+                    begin: 0,
+                    end: 2_000,
+                })
+                .into(),
+        };
+        let trace = Trace {
+            runs: vec![run; 3],
+            ..Trace::default()
+        };
+        let rows = summarise(&trace).operations;
+        let rows: Vec<(&str, u64, f64)> = rows
+            .iter()
+            .map(|row| (&*row.operation, row.calls, (row.seconds * 1e6).round()))
+            .collect();
+        assert_eq!(rows, [("Softmax", 3, 9.0), ("Float.Mul", 3, 3.0)]);
     }
 }

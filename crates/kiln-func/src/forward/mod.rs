@@ -23,7 +23,7 @@ pub(crate) mod structure;
 use std::sync::Arc;
 
 use cranelift_entity::SecondaryMap;
-use kiln_graph::{Graph, Op, Provenance, Value};
+use kiln_graph::{Graph, NodeData, Op, Provenance, Value};
 use smallvec::SmallVec;
 
 use crate::build::{Builder, Counterparts, Transform, Values, declare_arguments, rebuild, set_outputs};
@@ -187,8 +187,48 @@ pub(crate) struct Linearized {
     pub(crate) counterparts: Counterparts<Value>,
 }
 
-/// Follows the tangents of parameters `wrt`, which the new graph takes after its parameters.
-pub(crate) fn linearize(graph: &Graph, wrt: &[usize], name: &str) -> Result<Linearized> {
+/// [`Forward`] that follows no tangents but those of `needed` values of the graph that is rebuilt.
+struct Needed<'a> {
+    forward: &'a mut Forward,
+    needed: SecondaryMap<Value, bool>,
+}
+
+impl<'a> Needed<'a> {
+    /// What `values` of `graph` depend on.
+    fn by(values: &[Value], graph: &Graph, forward: &'a mut Forward) -> Self {
+        let mut needed = SecondaryMap::new();
+        let mut next = values.to_vec();
+        while let Some(value) = next.pop() {
+            if !std::mem::replace(&mut needed[value], true) {
+                next.extend(&graph.def(value).inputs);
+            }
+        }
+        Self { forward, needed }
+    }
+}
+
+impl Transform for Needed<'_> {
+    type Counterpart = Value;
+
+    fn builder(&mut self) -> &mut Builder {
+        &mut self.forward.b
+    }
+
+    fn push(&mut self, op: &Op, inputs: &[Value]) -> Result<Values> {
+        self.forward.push(op, inputs)
+    }
+
+    fn push_node(&mut self, node: &NodeData, inputs: &[Value]) -> Result<Values> {
+        match node.outputs.iter().any(|&output| self.needed[output]) {
+            true => self.push(&node.op, inputs),
+            false => self.forward.b.push(&node.op, inputs),
+        }
+    }
+}
+
+/// Follows the tangents of parameters `wrt`, which the new graph takes after its parameters, as far as
+/// `values` depend on them. What else `graph` computes is only copied: it may have no derivative.
+pub(crate) fn linearize(graph: &Graph, wrt: &[usize], values: &[Value], name: &str) -> Result<Linearized> {
     check_parameters(graph, wrt)?;
     let mut forward = Forward::new(name);
     let (parameters, scalars) = declare_arguments(&mut forward.b, graph);
@@ -201,7 +241,8 @@ pub(crate) fn linearize(graph: &Graph, wrt: &[usize], name: &str) -> Result<Line
         let tangent = forward.sum(forward.tangent(parameters[index]), Some(tangent))?;
         forward.set_tangent(parameters[index], tangent);
     }
-    let counterparts = rebuild(&mut forward, graph, &parameters, &scalars)?;
+    let mut needed = Needed::by(values, graph, &mut forward);
+    let counterparts = rebuild(&mut needed, graph, &parameters, &scalars)?;
     Ok(Linearized {
         forward,
         tangents,
@@ -267,7 +308,7 @@ pub fn jvp(graph: &Graph, wrt: &[usize], outputs: &[usize]) -> Result<Graph> {
         mut forward,
         counterparts,
         ..
-    } = linearize(graph, wrt, &format!("jvp({})", graph.name))?;
+    } = linearize(graph, wrt, &values, &format!("jvp({})", graph.name))?;
     set_outputs(&mut forward.b, graph, &counterparts.outputs(graph));
     for value in values {
         let tangent = forward.tangent_or_zeros(counterparts.get(value))?;

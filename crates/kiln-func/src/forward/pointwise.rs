@@ -136,11 +136,14 @@ impl Forward {
                 };
                 top.map(|top| self.b.div(top, b)).transpose()
             }
-            // a - b floor(a / b), and the floor is constant almost everywhere.
+            // y = a - b floor(a / b), and the floor is constant almost everywhere. The quotient may be
+            // rounded up to the next integer: 1 / 0.1 is 10, and its floor 9. The floor is found from the
+            // result.
             BinaryOp::Rem => {
                 let by_b = self.term(tb, |build| {
-                    let quotient = build.div(a, b)?;
-                    let floor = build.unary(UnaryOp::Floor, quotient)?;
+                    let multiple = build.sub(a, y)?;
+                    let quotient = build.div(multiple, b)?;
+                    let floor = build.unary(UnaryOp::Round, quotient)?;
                     build.neg(floor)
                 })?;
                 self.sum(ta, by_b)

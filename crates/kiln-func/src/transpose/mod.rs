@@ -41,7 +41,7 @@ use crate::forward::{Linearized, float_outputs, linearize};
 /// If a position does not exist or is not of floats, or an operation on the way has no derivative.
 pub fn vjp(graph: &Graph, wrt: &[usize], outputs: &[usize]) -> Result<Graph> {
     let values = float_outputs(graph, outputs)?;
-    let linear = linearize(graph, wrt, &format!("vjp({})", graph.name))?;
+    let linear = linearize(graph, wrt, &values, &format!("vjp({})", graph.name))?;
     let tangents: Vec<Option<Value>> = values
         .iter()
         .map(|&value| linear.forward.tangent(linear.counterparts.get(value)))
