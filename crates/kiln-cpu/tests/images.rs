@@ -421,6 +421,21 @@ fn the_mean_of_nothing_is_zero() {
     check(&parsed(text, "%y"), text, 1e-6);
 }
 
+/// Neither the sum nor the number of elements fits the type.
+#[test]
+fn means_of_narrow_integers_are_computed_in_64_bits() {
+    let window = "size=[300], stride=[100], pad_low=[0], pad_high=[0], dilation=[1], count_include_pad=false";
+    for dtype in [DType::U8, DType::I8, DType::I16, DType::U32, DType::I64] {
+        let text = format!(
+            "%x = parameter 0 : {dtype}[2,3,600]
+             %d = parameter 1 : {dtype}[2,3,4]
+             %y = avg_pool %x {{{window}}} : {dtype}[2,3,4]
+             %g = avg_pool_grad %d {{{window}, input=[600]}} : {dtype}[2,3,600]"
+        );
+        check(&parsed(&text, "%y, %g"), &text, 1e-6);
+    }
+}
+
 /// A graph of these lines.
 fn parsed(lines: &str, results: &str) -> Graph {
     let text = format!("graph @g {{\n{lines}\nreturn {results}\n}}");

@@ -1,9 +1,10 @@
-//! An f64 becomes 16 bits by one rounding, whether it is an element, a runtime scalar or a constant.
+//! An f64 becomes 16 bits by one rounding, whether it is an element, a runtime scalar or a constant, and so
+//! does an integer.
 
 mod support;
 
 use half::{bf16, f16};
-use kiln_graph::{Graph, HostTensor, Scalar, Shape, interpret};
+use kiln_graph::{DType, Graph, HostTensor, Scalar, Shape, interpret};
 use support::{build, run};
 
 /// The middles between neighbours of both types, and the numbers beside them: f32 has the middles only.
@@ -57,4 +58,48 @@ fn numbers_of_64_bits_round_once() {
         .map(|&number| f16::from_f32(number as f32).to_f64())
         .collect::<Vec<f64>>();
     assert_ne!(actual[0].to_f64s(), twice, "the numbers show no difference");
+}
+
+#[test]
+fn integers_round_once() {
+    // The middles between neighbours of bf16 and the integers beside them, of every size. f32 has few of
+    // these, and f64 none of the largest.
+    let mut integers = vec![0, 33_685_505, i64::MAX, i64::MIN];
+    for size in 8..63 {
+        for digits in (128..256).step_by(9) {
+            let middle = ((2 * digits + 1) << (size - 8)) >> 1;
+            integers.extend([middle - 1, middle, middle + 1, -middle - 1, -middle + 1]);
+        }
+    }
+    let count = integers.len();
+    for dtype in [DType::I32, DType::U32, DType::I64, DType::U64] {
+        for half in [DType::BF16, DType::F16] {
+            let text = format!(
+                "graph @casts {{
+  %x = parameter 0 : {dtype}[{count}]
+  %s = scalar 0 : {dtype}[]
+  %half = cast %x : {half}[{count}]
+  %one = cast %s : {half}[]
+  return %half, %one
+}}"
+            );
+            let graph = Graph::parse(&text).unwrap();
+            let inputs = [HostTensor::from_ints(
+                dtype,
+                Shape::new([count]),
+                integers.iter().copied(),
+            )];
+            let scalars = [Scalar::Int(33_685_505)];
+            let expected = interpret(&graph, &inputs, &scalars).unwrap();
+            let step = build(&graph, |_| ()).unwrap();
+            assert_eq!(
+                run(&step, &graph, &inputs, &scalars, 1),
+                expected,
+                "{dtype} to {half}"
+            );
+            if half == DType::BF16 {
+                assert_eq!(expected[0].to_f64s()[1], 33_816_576.0);
+            }
+        }
+    }
 }

@@ -246,7 +246,8 @@ pub enum Op {
     },
     /// `(x: [n, c, s..]) -> [n, c, out..]`. Mean of each window. Padding counts in the divisor if
     /// `count_include_pad`; positions beyond the padded extent (they occur with ceil mode, as negative room
-    /// at the end) never do. A window that counts nothing gives 0.
+    /// at the end) never do. A window that counts nothing gives 0. Integers are added up in 64 bits, in which
+    /// the sum wraps before it is divided, and the quotient is truncated.
     AvgPool {
         /// The window; its dilation is 1.
         window: Window,

@@ -30,6 +30,16 @@ fn shortened(value: f64) -> f32 {
     f64::from_bits(bits & !cut | odd) as f32
 }
 
+/// An integer of 64 bits as an `f64` that rounds to the number of 16 bits nearest to the integer. One of more
+/// than 53 bits is shortened as [`shortened`] does, to multiples of 2^11: they are `f64`s, and the middles of
+/// two results are multiples of 2^12 there.
+pub fn of_integer(value: i128) -> f64 {
+    match value >> 53 {
+        0 | -1 => value as f64,
+        _ => ((value >> 12 << 12) | (i128::from(value & 0xfff != 0) << 11)) as f64,
+    }
+}
+
 /// The number of `f16` nearest to `value`; infinity from 65520 on, and NaN for NaN.
 pub fn to_f16(value: f64) -> f16 {
     f16::from_f32(shortened(value))
@@ -147,6 +157,30 @@ mod tests {
             assert_eq!(half, f16::from_f32(single).to_bits(), "{value:e}");
             assert_eq!(half, f16::from_f32_const(single).to_bits(), "{value:e}");
             assert_eq!(brain, bf16::from_f32(single).to_bits(), "{value:e}");
+        }
+    }
+
+    /// Integers at and beside the middles, where `f64` has none beside them.
+    #[test]
+    fn integers_round_once() {
+        let nearest = |value: i128| to_bf16(of_integer(value)).to_f64() as i128;
+        let step = 1i128 << 55;
+        for magnitude in [1i128 << 62, (1 << 62) + step] {
+            let middle = magnitude + step / 2;
+            let even = if magnitude % (2 * step) == 0 {
+                magnitude
+            } else {
+                magnitude + step
+            };
+            for sign in [1, -1] {
+                assert_eq!(nearest(sign * middle), sign * even);
+                assert_eq!(nearest(sign * (middle - 1)), sign * magnitude);
+                assert_eq!(nearest(sign * (middle + 1)), sign * (magnitude + step));
+            }
+        }
+        assert_eq!(nearest(i128::from(u64::MAX)), 1 << 64);
+        for exact in [0, 1, -1, 255, -256, 1 << 53, -(1 << 53), i128::from(i64::MIN)] {
+            assert_eq!(nearest(exact), exact);
         }
     }
 

@@ -144,7 +144,7 @@ macro_rules! convert_half {
             fn to_f64(self) -> f64 { <$ty>::to_f64(self) }
             fn to_i64(self) -> i64 { <$ty>::to_f64(self) as i64 }
             fn from_f64(value: f64) -> Self { rounding::$round(value) }
-            fn from_i64(value: i64) -> Self { rounding::$round(value as f64) }
+            fn from_i64(value: i64) -> Self { rounding::$round(rounding::of_integer(value.into())) }
         }
     )*};
 }

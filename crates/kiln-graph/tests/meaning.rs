@@ -528,6 +528,26 @@ fn pooling() {
     assert_floats(&out[2], &[third(2.), third(8.), 2., 4.]);
 }
 
+/// A mean of narrow integers is one of them. A sum that 64 bits do not hold wraps before it is divided.
+#[test]
+fn means_of_integers_are_of_sums_of_64_bits() {
+    let window = "size=[2], stride=[1], pad_low=[0], pad_high=[0], dilation=[1]";
+    let mean = |dtype: DType, a: i64, b: i64| {
+        let lines = format!("%a = avg_pool %0 {{{window}}} : {dtype}[1,1,1]\nreturn %a");
+        run(&lines, &[ints(dtype, [1, 1, 2], &[a, b])])[0].to_i64s()[0]
+    };
+    assert_eq!(mean(DType::I64, i64::MAX, i64::MAX), -1);
+    assert_eq!(mean(DType::I64, i64::MIN, -2), i64::MAX / 2);
+    assert_eq!(mean(DType::U64, -1, 7), 3);
+    assert_eq!(mean(DType::U64, i64::MAX, i64::MAX), i64::MAX);
+    assert_eq!(mean(DType::U8, 200, 201), 200);
+    assert_eq!(
+        mean(DType::I32, i32::MAX.into(), i32::MAX.into()),
+        i32::MAX.into()
+    );
+    assert_eq!(mean(DType::I8, -3, 0), -1);
+}
+
 #[test]
 fn attention_sees_what_it_may() {
     // One head, two queries, two keys; zero scores make the weights plain means.

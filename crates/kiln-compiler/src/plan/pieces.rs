@@ -92,19 +92,24 @@ impl Piece {
     }
 }
 
-/// Elements that a store to `position` in the whole of a buffer writes, each once; none if it writes one
-/// twice or leaves a gap.
-pub(super) fn whole(position: &Index) -> Option<i64> {
-    whole_by_digits(position).or_else(|| whole_by_marks(position))
+/// Elements that a store to `position` in the whole of a buffer of `elements` writes, each once; none if it
+/// writes one twice or leaves a gap. A position with another number of points than `elements` is not looked
+/// at point by point.
+pub(super) fn whole(position: &Index, elements: i64) -> Option<i64> {
+    whole_by_digits(position).or_else(|| whole_by_marks(position, elements))
 }
 
 /// [`whole`], from the position at every point: for shapes whose extents have no divisor in common, as those
 /// of images of odd sizes that were reshaped.
-fn whole_by_marks(position: &Index) -> Option<i64> {
+fn whole_by_marks(position: &Index, elements: i64) -> Option<i64> {
     if position.has_data() {
         return None;
     }
     let (extents, points) = points_of(position, MARKS)?;
+    // Nothing is to be written to a buffer without elements, and none means nothing: there all are counted.
+    if points != elements && elements > 0 {
+        return None;
+    }
     let mut marks = vec![0u64; points as usize / 64 + 1];
     let mut at = [0; VARS as usize];
     for _ in 0..points {
@@ -344,10 +349,15 @@ mod tests {
         let number = var(0, rows).scale(columns).add(&var(1, columns));
         let position = permuted(&number, &[columns as usize, rows as usize], &[1, 0]);
         assert_eq!(whole_by_digits(&position), None);
-        assert_eq!(whole(&position), Some(rows * columns));
+        assert_eq!(whole(&position, rows * columns), Some(rows * columns));
         // One that is written twice.
         let twice = permuted(&number, &[columns as usize, rows as usize - 1], &[1, 0]);
-        assert_eq!(whole(&twice), None);
+        assert_eq!(whole(&twice, rows * columns), None);
+        // One with another number of points than the buffer has elements.
+        for elements in [1, rows * columns - 1, rows * columns + 1] {
+            assert_eq!(whole(&position, elements), None);
+        }
+        assert_eq!(whole(&position, 0), Some(rows * columns));
     }
 
     #[test]
@@ -356,10 +366,10 @@ mod tests {
         let flat = linear(&[var(0, 4), var(1, 48)], &[4, 48]);
         let position = permuted(&flat, &[4, 3, 4, 4], &[0, 2, 3, 1]);
         assert!(position.terms().len() > 2, "{position}");
-        assert_eq!(whole(&position), Some(192));
+        assert_eq!(whole(&position, 192), Some(192));
         // One variable for everything, too many points to look at each.
         let large = permuted(&var(0, 64 * 3 * 224 * 224), &[64, 3, 224, 224], &[0, 2, 3, 1]);
-        assert_eq!(whole(&large), Some(64 * 3 * 224 * 224));
+        assert_eq!(whole(&large, 64 * 3 * 224 * 224), Some(64 * 3 * 224 * 224));
     }
 
     #[test]
@@ -368,20 +378,20 @@ mod tests {
         let flat = linear(&[var(0, 4), var(1, 3)], &[4, 3]);
         let position = permuted(&flat, &[3, 4], &[1, 0]);
         assert!(splittable(&position).is_none(), "{position}");
-        assert_eq!(whole(&position), Some(12));
+        assert_eq!(whole(&position, 12), Some(12));
     }
 
     #[test]
     fn what_writes_twice_or_leaves_a_gap_is_refused() {
         let i = var(0, 12);
-        assert_eq!(whole(&i.div(2)), None, "each element twice");
-        assert_eq!(whole(&i.rem(5)), None);
-        assert_eq!(whole(&i.scale(2)), None, "every other element");
-        assert_eq!(whole(&i.shift(1)), None, "the first element is left out");
-        assert_eq!(whole(&i.div(3).scale(3)), None);
-        assert_eq!(whole(&i.div(4).scale(3).add(&i.rem(3))), None);
+        assert_eq!(whole(&i.div(2), 12), None, "each element twice");
+        assert_eq!(whole(&i.rem(5), 12), None);
+        assert_eq!(whole(&i.scale(2), 12), None, "every other element");
+        assert_eq!(whole(&i.shift(1), 12), None, "the first element is left out");
+        assert_eq!(whole(&i.div(3).scale(3), 12), None);
+        assert_eq!(whole(&i.div(4).scale(3).add(&i.rem(3)), 12), None);
         assert_eq!(
-            whole(&i.div(4).scale(5).add(&i.rem(4))),
+            whole(&i.div(4).scale(5).add(&i.rem(4)), 12),
             None,
             "gaps between rows"
         );
@@ -390,9 +400,13 @@ mod tests {
             extent: 12,
             vars: 1,
         };
-        assert_eq!(whole(&Index::atom(data)), None, "nobody knows what is in memory");
+        assert_eq!(
+            whole(&Index::atom(data), 12),
+            None,
+            "nobody knows what is in memory"
+        );
         // A flip writes each element once.
-        assert_eq!(whole(&i.scale(-1).shift(11)), Some(12));
+        assert_eq!(whole(&i.scale(-1).shift(11), 12), Some(12));
     }
 
     #[test]
@@ -439,7 +453,7 @@ mod tests {
                 (1..order.len()).for_each(|at| order.swap(at, next(at + 1)));
                 position = permuted(&position, shape, &order);
             }
-            assert_eq!(whole(&position), Some(48), "{position}");
+            assert_eq!(whole(&position, 48), Some(48), "{position}");
             // And something that is no reshape.
             position = match next(4) {
                 0 => position.rem(1 + next(48) as i64),
@@ -447,7 +461,7 @@ mod tests {
                 2 => position.add(&position.rem(1 + next(9) as i64)),
                 _ => position.scale(1 + next(2) as i64).shift(next(2) as i64),
             };
-            let Some(elements) = whole(&position) else {
+            let Some(elements) = whole(&position, 48) else {
                 continue;
             };
             accepted += 1;

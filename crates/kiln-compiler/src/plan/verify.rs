@@ -370,6 +370,8 @@ impl Verifier<'_> {
     }
 
     fn pieces(&self) -> Result<(), PlanFault> {
+        // Many buffers of a step are stored to in the same way.
+        let mut known: FxHashMap<(Index, i64), i64> = FxHashMap::default();
         for (buffer, stores) in self.stores() {
             let value = buffer.value(self.graph);
             let mut shape: Vec<usize> = self.graph.shape(value).to_vec();
@@ -379,7 +381,11 @@ impl Verifier<'_> {
             }
             let elements = shape.iter().product::<usize>() as i64;
             let (stored, overlap) = match stores[..] {
-                [ref position] => (whole(position).unwrap_or(0), false),
+                [ref position] => {
+                    let stored = known.entry((position.clone(), elements));
+                    let stored = stored.or_insert_with(|| whole(position, elements).unwrap_or(0));
+                    (*stored, false)
+                }
                 _ => {
                     let boxes: Option<Vec<Piece>> = stores
                         .iter()

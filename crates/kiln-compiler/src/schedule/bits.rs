@@ -8,6 +8,7 @@
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Value};
+use rustc_hash::FxHashSet;
 
 use super::nest::Nest;
 
@@ -31,25 +32,62 @@ fn decides(op: &Op, dtype: DType) -> bool {
     }
 }
 
-/// Whether a register of `value`, which is of 16 bits, has no more in `nest`.
+/// Whether a register of `value`, which is of 16 bits, has no more in `nest`: whatever it is one of, or
+/// moves, has no more. Each value is looked at once: in a sorting network the ways to one are too many to go
+/// them all.
 fn is_rounded(graph: &Graph, nest: &Nest, value: Value) -> bool {
-    if !nest.uses_of(value).is_empty() {
-        return true;
+    let mut seen = FxHashSet::default();
+    let mut next = vec![value];
+    while let Some(value) = next.pop() {
+        if !seen.insert(value) || !nest.uses_of(value).is_empty() {
+            continue;
+        }
+        let data = graph.def(value);
+        let among = match &data.op {
+            Op::Constant { .. } | Op::Scalar { .. } | Op::Iota { .. } | Op::Random { .. } | Op::Cast(_) => {
+                0..0
+            }
+            Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => 0..1,
+            Op::Binary(BinaryOp::Max | BinaryOp::Min) => 0..2,
+            Op::Select => 1..3,
+            Op::Gather { .. } | Op::IndexSelect { .. } => 0..1,
+            op if op.is_movement() => 0..data.inputs.len(),
+            // Nothing computes a product twice: only what follows it in its own kernel sees more of its bits.
+            op if !op.is_pointwise() && !matches!(op, Op::Reduce { .. }) => 0..0,
+            _ => return false,
+        };
+        next.extend_from_slice(&data.inputs[among]);
     }
-    let data = graph.def(value);
-    let all = |places: std::ops::Range<usize>| {
-        data.inputs[places]
-            .iter()
-            .all(|&operand| is_rounded(graph, nest, operand))
-    };
-    match &data.op {
-        Op::Constant { .. } | Op::Scalar { .. } | Op::Iota { .. } | Op::Random { .. } | Op::Cast(_) => true,
-        Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => all(0..1),
-        Op::Binary(BinaryOp::Max | BinaryOp::Min) => all(0..2),
-        Op::Select => all(1..3),
-        Op::Gather { .. } | Op::IndexSelect { .. } => all(0..1),
-        op if op.is_movement() => all(0..data.inputs.len()),
-        // Nothing computes a product twice: only what follows it in its own kernel sees more of its bits.
-        op => !op.is_pointwise() && !matches!(op, Op::Reduce { .. }),
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use kiln_graph::{Provenance, TensorType};
+
+    use super::*;
+
+    #[test]
+    fn a_sorting_network_is_looked_at_once() {
+        let mut graph = Graph::new("network");
+        let p = Provenance::default();
+        let x = [0, 1].map(|_| graph.parameter(TensorType::new(DType::BF16, [8])));
+        let sum = graph.binary(BinaryOp::Add, x[0], x[1], &p).expect("well typed");
+        // Two elements that are exchanged again and again: 2^200 ways to the first of them.
+        let mut network = |mut a: Value, mut b: Value| {
+            for _ in 0..200 {
+                (a, b) = (
+                    graph.binary(BinaryOp::Max, a, b, &p).expect("well typed"),
+                    graph.binary(BinaryOp::Min, a, b, &p).expect("well typed"),
+                );
+            }
+            a
+        };
+        let (loaded, computed) = (network(x[0], x[1]), network(x[0], sum));
+        let mut nest = Nest::default();
+        x.iter().for_each(|&value| nest.add_use(value, Vec::new()));
+        let decides = Op::Unary(UnaryOp::Sign);
+        assert!(!reads_rounded(&graph, &nest, &decides, loaded));
+        assert!(reads_rounded(&graph, &nest, &decides, computed));
     }
 }

@@ -235,6 +235,10 @@ pub fn convert(from: DType, to: DType, vector: bool, x: &str) -> String {
         (_, DType::Bool) => format!("{x} != 0"),
         (a, b) if a.is_float() && b.is_int() => format!("{prefix}_{a}_to_{b}({x})"),
         (DType::F64, _) if matches!(to, DType::F16 | DType::BF16) => format!("{prefix}_shortened({x})"),
+        // Integers of up to 16 bits are numbers of f32. Others would be rounded twice by way of it.
+        (a, _) if matches!(to, DType::F16 | DType::BF16) && a.is_int() && a.size() >= 4 => {
+            format!("{prefix}_shortened_{a}({x})")
+        }
         (_, b) if vector => format!("__builtin_convertvector({x}, v_{b})"),
         (_, b) => format!("({}){x}", memory_type(b)),
     }

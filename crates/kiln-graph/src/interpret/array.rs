@@ -60,6 +60,8 @@ pub(crate) trait Number: Copy {
     fn min(self, other: Self) -> Self;
     fn is_nan(self) -> bool;
     fn greater(self, other: Self) -> bool;
+    /// A sum of elements of type `dtype` as 64 bits hold it.
+    fn in_64_bits(self, dtype: DType) -> Self;
     /// The quotient by a count, truncated for integers; 0 if the count is 0.
     fn divide(self, count: usize) -> Self;
     /// The neutral elements of max and min.
@@ -102,6 +104,10 @@ impl Number for f64 {
         self > other
     }
 
+    fn in_64_bits(self, _: DType) -> f64 {
+        self
+    }
+
     fn divide(self, count: usize) -> f64 {
         if count == 0 { 0.0 } else { self / count as f64 }
     }
@@ -137,6 +143,13 @@ impl Number for i128 {
 
     fn greater(self, other: i128) -> bool {
         self > other
+    }
+
+    fn in_64_bits(self, dtype: DType) -> i128 {
+        match dtype.is_unsigned_int() {
+            true => wrap(DType::U64, self),
+            false => wrap(DType::I64, self),
+        }
     }
 
     fn divide(self, count: usize) -> i128 {

@@ -2,7 +2,7 @@
 
 use super::array::{Array, Data, Number, int_range, map_data2, wrap};
 use crate::op::{BinaryOp, CompareOp, UnaryOp};
-use crate::rounding::round;
+use crate::rounding::{of_integer, round};
 use crate::{DType, TensorType};
 
 pub(super) fn unary(op: UnaryOp, x: &Array, ty: &TensorType) -> Array {
@@ -205,8 +205,10 @@ pub(super) fn cast(x: &Array, dtype: DType) -> Array {
         Data::Int(values) if dtype == DType::F32 => {
             Data::Float(values.iter().map(|&x| f64::from(x as f32)).collect())
         }
+        Data::Int(values) if dtype == DType::F64 => Data::Float(values.iter().map(|&x| x as f64).collect()),
         Data::Int(values) if dtype.is_float() => {
-            Data::Float(values.iter().map(|&x| round(dtype, x as f64)).collect())
+            let rounded = values.iter().map(|&x| round(dtype, of_integer(x)));
+            Data::Float(rounded.collect())
         }
         Data::Int(values) => Data::Int(values.clone()),
     };

@@ -119,7 +119,8 @@ pub(super) fn avg_pool(x: &Array, window: &Window, count_include_pad: bool, ty: 
                 out[at] = Number::add(out[at], values[plane * from + tap.input]);
             }
         }
-        out.iter().enumerate().map(|(at, sum)| sum.divide(divisors[at % to])).collect()
+        let means = out.iter().enumerate();
+        means.map(|(at, sum)| sum.in_64_bits(ty.dtype).divide(divisors[at % to])).collect()
     });
     Array::new(ty.clone(), data)
 }

@@ -160,6 +160,23 @@ KILN_INLINE float s_shortened(double x) {
 }
 KILN_LANEWISE1(shortened, f32, f64, float, double)
 
+/* An integer of 64 bits on its way to 16 bits: f64 would round those of more than 53 bits, which are cut to
+ * multiples of 2^11 likewise. Smaller integers are f64s. */
+KILN_INLINE float s_shortened_i64(int64_t x) {
+    if (x >> 53 != 0 && x >> 53 != -1) x = (x & ~(int64_t)0xfff) | (int64_t)((x & 0xfff) != 0) << 11;
+    return s_shortened((double)x);
+}
+KILN_INLINE float s_shortened_u64(uint64_t x) {
+    if (x >> 53 != 0) x = (x & ~(uint64_t)0xfff) | (uint64_t)((x & 0xfff) != 0) << 11;
+    return s_shortened((double)x);
+}
+KILN_INLINE float s_shortened_i32(int32_t x) { return s_shortened((double)x); }
+KILN_INLINE float s_shortened_u32(uint32_t x) { return s_shortened((double)x); }
+KILN_LANEWISE1(shortened_i64, f32, i64, float, int64_t)
+KILN_LANEWISE1(shortened_u64, f32, u64, float, uint64_t)
+KILN_INLINE v_f32 v_shortened_i32(v_i32 x) { return v_shortened(__builtin_convertvector(x, v_f64)); }
+KILN_INLINE v_f32 v_shortened_u32(v_u32 x) { return v_shortened(__builtin_convertvector(x, v_f64)); }
+
 #define KILN_FLOAT(S, T, F)                                                                                 \
     KILN_INLINE T s_sign_##S(T x) { return x != x ? x : (T)((x > 0) - (x < 0)); }                           \
     KILN_INLINE v_##S v_sign_##S(v_##S x) {                                                                 \

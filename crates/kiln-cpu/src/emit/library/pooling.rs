@@ -1,6 +1,7 @@
 //! Pooling of any type and number of dimensions, and its gradients.
 
-use kiln_graph::op::{ReduceOp, Window};
+use kiln_graph::DType;
+use kiln_graph::op::{BinaryOp, ReduceOp, Window};
 
 use super::convolution::{reverse_taps, taps};
 use super::{Text, Writer, c, position};
@@ -108,16 +109,27 @@ pub(super) fn divisor(t: &mut Text, window: &Window, include: bool, input: &[usi
     }
 }
 
+/// The type in which a mean of elements of `dtype` is computed: 64 bits for integers.
+fn mean_type(dtype: DType) -> DType {
+    match dtype {
+        dtype if dtype.is_unsigned_int() => DType::U64,
+        dtype if dtype.is_int() => DType::I64,
+        dtype => dtype,
+    }
+}
+
 pub(super) fn avg_pool(w: Writer, window: &Window, include: bool) -> Launch {
     let input = w.shape(0);
-    let start = |w: &Writer, t: &mut Text| {
+    let mean_type = mean_type(w.dtype(0));
+    let ty = c::register_type(mean_type, false);
+    let start = |_: &Writer, t: &mut Text| {
         divisor(t, window, include, &input[2..]);
-        t.line(format!("{} sum = 0;", c::register_type(w.dtype(0), false)));
+        t.line(format!("{ty} sum = 0;"));
     };
-    pool(w, window, start, "sum += x;", |w, t| {
+    let sum = c::binary(BinaryOp::Add, mean_type, false, "sum", &format!("({ty})x"));
+    pool(w, window, start, &format!("sum = {sum};"), |w, t| {
         let dtype = w.dtype(0);
-        let count = format!("({})count", c::register_type(dtype, false));
-        let mean = c::binary(kiln_graph::op::BinaryOp::Div, dtype, false, "sum", &count);
+        let mean = c::binary(BinaryOp::Div, mean_type, false, "sum", &format!("({ty})count"));
         // A window of which nothing counts has a mean of 0.
         t.line(format!("put_{dtype}(out0 + i, count ? {mean} : 0);"));
     })
@@ -133,7 +145,9 @@ pub(super) fn avg_pool_grad(w: Writer, window: &Window, include: bool) -> Launch
         for axis in 2..out.len() {
             t.line(format!("const int64_t p{} = c{axis};", axis - 2));
         }
-        t.line(format!("{} sum = 0;", c::register_type(dtype, false)));
+        let mean_type = mean_type(dtype);
+        let ty = c::register_type(mean_type, false);
+        t.line(format!("{ty} sum = 0;"));
         reverse_taps(
             t,
             &window.size,
@@ -144,17 +158,18 @@ pub(super) fn avg_pool_grad(w: Writer, window: &Window, include: bool) -> Launch
         );
         divisor(t, window, include, &out[2..]);
         let share = c::binary(
-            kiln_graph::op::BinaryOp::Div,
-            dtype,
+            BinaryOp::Div,
+            mean_type,
             false,
             &format!(
-                "get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {})",
+                "({ty})get_{dtype}(in0 + (c0 * {} + c1) * {plane} + {})",
                 dy[1],
                 position("o", &dy[2..])
             ),
-            &format!("({})count", c::register_type(dtype, false)),
+            &format!("({ty})count"),
         );
-        t.line(format!("sum += {share};"));
+        let sum = c::binary(BinaryOp::Add, mean_type, false, "sum", &share);
+        t.line(format!("sum = {sum};"));
         for _ in 0..window.size.len() {
             t.close();
         }
