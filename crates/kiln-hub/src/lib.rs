@@ -34,6 +34,7 @@ mod load;
 mod mapped;
 mod mistaken;
 mod names;
+mod pieces;
 mod pytorch;
 mod safetensors_file;
 mod save;

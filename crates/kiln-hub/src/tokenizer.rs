@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::models::TrainerWrapper;
 use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::PreTokenizerWrapper;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::{
     AddedToken, PaddingDirection, PaddingParams, PaddingStrategy, TruncationDirection, TruncationParams,
@@ -22,6 +23,7 @@ use tokenizers::{
 use crate::atomic::write_bytes_atomic;
 use crate::error::HubError;
 use crate::mistaken;
+use crate::pieces::{PIECE, pieces};
 use crate::token_batch::{BatchEncoder, BatchOptions, Padding, has_room};
 
 /// The token that separates documents in the tokenizers that this crate makes.
@@ -111,11 +113,23 @@ impl Tokenizer {
     /// Trains byte-level BPE on texts. The same texts in the same order give the same tokenizer.
     ///
     /// `vocabulary` counts all tokens: [`END_OF_TEXT`] (id 0), the 256 bytes, and as many merges as fit and
-    /// as the texts support.
+    /// as the texts support. Long texts are counted in pieces, which gives the same words.
     ///
     /// # Errors
     /// [`HubError::Tokenizer`] if `vocabulary` is below 257.
     pub fn train_bpe<S: AsRef<str> + Send>(
+        texts: impl Iterator<Item = S> + Send,
+        vocabulary: usize,
+    ) -> Result<Self, HubError> {
+        let owned = |text: S| {
+            pieces(text.as_ref(), PIECE)
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        Self::train_on(texts.flat_map(owned), vocabulary)
+    }
+
+    fn train_on<S: AsRef<str> + Send>(
         texts: impl Iterator<Item = S> + Send,
         vocabulary: usize,
     ) -> Result<Self, HubError> {
@@ -200,6 +214,32 @@ impl Tokenizer {
             .encode_fast(text, special_tokens)
             .map_err(|e| self.failed(e))?;
         Ok(encoding.get_ids().to_vec())
+    }
+
+    /// Encodes one text that is data: without special tokens around it, in pieces of `size` bytes or more
+    /// where that gives the same tokens, in one where nobody knows.
+    pub(crate) fn encode_data(&self, text: &str, size: usize) -> Result<Vec<u32>, HubError> {
+        if !self.splits_at_newlines() {
+            return self.encode(text, false);
+        }
+        let mut ids = Vec::new();
+        for piece in pieces(text, size) {
+            ids.extend(self.encode(piece, false)?);
+        }
+        Ok(ids)
+    }
+
+    /// Whether a text that [`pieces`] cuts has the same tokens: it is split by the pattern from which these
+    /// follow, and nothing sees it before.
+    fn splits_at_newlines(&self) -> bool {
+        let splits = match self.inner.get_pre_tokenizer() {
+            Some(PreTokenizerWrapper::ByteLevel(level)) => level.use_regex && !level.add_prefix_space,
+            _ => false,
+        };
+        let mut added = self.inner.get_added_tokens_decoder().into_values();
+        // Added tokens are looked for in the whole text, except for special ones of a literal tokenizer.
+        let finds_none = self.inner.get_encode_special_tokens() && added.all(|token| token.special);
+        splits && finds_none && self.inner.get_normalizer().is_none()
     }
 
     /// The text of some ids.
@@ -368,6 +408,46 @@ mod tests {
         assert!(first.vocabulary() <= 400);
         assert_eq!(first.end_of_text(), Some(0));
         assert!(Tokenizer::train_bpe(corpus().into_iter(), 100).is_err());
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
+        /// Cut at every line that permits it, a text has the same tokens, and so has what is trained on it.
+        #[test]
+        fn pieces_change_no_token(
+            text in "([a-c']| |\\n|\\r|\\t|'s|[.,!]|1|é|中|。|\u{a0}|\u{3000}|<\\|endoftext\\|>){0,80}"
+        ) {
+            let trained = Tokenizer::train_on([text.as_str()].into_iter(), 300).unwrap();
+            let cut = Tokenizer::train_on(pieces(&text, 1), 300).unwrap();
+            prop_assert_eq!(trained.inner.to_string(false).unwrap(), cut.inner.to_string(false).unwrap());
+            let literal = trained.literal();
+            prop_assert!(literal.splits_at_newlines());
+            prop_assert_eq!(literal.encode_data(&text, 1).unwrap(), literal.encode(&text, false).unwrap());
+        }
+    }
+
+    #[test]
+    fn texts_of_tokenizers_that_may_join_lines_stay_whole() {
+        let literal = Tokenizer::bytes().unwrap().literal();
+        assert!(literal.splits_at_newlines());
+        assert!(
+            !Tokenizer::bytes().unwrap().splits_at_newlines(),
+            "special tokens are found"
+        );
+        let mut added = literal.clone();
+        added.inner.add_tokens([AddedToken::from("a\nb", false)]).unwrap();
+        assert!(!added.splits_at_newlines());
+        assert_eq!(added.encode_data("a\nb", 1).unwrap().len(), 1);
+        let mut whole = literal.clone();
+        whole
+            .inner
+            .with_pre_tokenizer(Some(ByteLevel::new(false, true, false)));
+        assert!(!whole.splits_at_newlines());
+        let mut prefixed = literal;
+        prefixed
+            .inner
+            .with_pre_tokenizer(Some(ByteLevel::new(true, true, true)));
+        assert!(!prefixed.splits_at_newlines());
     }
 
     #[test]

@@ -2,11 +2,14 @@
 //!
 //! A corpus is a list of documents in a fixed order: files as given, folders walked in the order of their
 //! names, so two machines with the same files have the same corpus. In a source tree (this one, for the
-//! default run) it takes files that people write and leaves out hidden folders and the output of tools.
+//! default run) it takes files that people write and leaves out hidden folders and the output of tools. Links
+//! are followed. What is left out although its name is that of a text is counted, and a warning says so.
 
+use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::error::DataError;
+use super::listing::{Entered, Kind, list};
 
 /// One text with its origin.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -40,16 +43,66 @@ impl Default for CorpusOptions {
     }
 }
 
+/// Files of folders that have the name of a text and are not in a corpus.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct LeftOut {
+    /// Files larger than [`CorpusOptions::max_file_bytes`].
+    pub large: usize,
+    /// Their bytes.
+    pub large_bytes: u64,
+    /// Files that are not UTF-8.
+    pub not_utf8: usize,
+    /// Their bytes.
+    pub not_utf8_bytes: u64,
+    /// Links that lead nowhere.
+    pub dangling: usize,
+}
+
+impl LeftOut {
+    /// Whether nothing is left out.
+    pub fn is_empty(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for LeftOut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            large,
+            large_bytes,
+            not_utf8,
+            not_utf8_bytes,
+            dangling,
+        } = *self;
+        let mut parts = Vec::new();
+        if large > 0 {
+            parts.push(format!("files too large: {large} ({large_bytes} bytes)"));
+        }
+        if not_utf8 > 0 {
+            parts.push(format!("files not UTF-8: {not_utf8} ({not_utf8_bytes} bytes)"));
+        }
+        if dangling > 0 {
+            parts.push(format!("links with nothing behind them: {dangling}"));
+        }
+        match parts.as_slice() {
+            [] => f.write_str("nothing"),
+            parts => f.write_str(&parts.join(", ")),
+        }
+    }
+}
+
 /// Documents in a fixed order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Corpus {
     documents: Vec<Document>,
+    left_out: LeftOut,
 }
 
 impl Corpus {
     /// Reads files and folders. A file is taken whatever its name; of a folder, what the options say.
     ///
-    /// In folders, files that are not UTF-8 are left out; a file given by itself must be.
+    /// In folders, files that are not UTF-8 are left out; a file given by itself must be. Links are followed;
+    /// a folder that several names lead to is read under the first. One warning says what was left out.
     ///
     /// # Errors
     /// [`DataError::Io`], [`DataError::Format`] for a given file that is not UTF-8, [`DataError::Empty`] if
@@ -59,7 +112,7 @@ impl Corpus {
         for path in paths {
             let path = path.as_ref();
             if path.is_dir() {
-                corpus.walk(path, options)?;
+                corpus.walk(path, options, &mut Entered::default())?;
                 continue;
             }
             let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
@@ -70,11 +123,19 @@ impl Corpus {
         }
         if corpus.documents.is_empty() {
             let places: Vec<String> = paths.iter().map(|p| p.as_ref().display().to_string()).collect();
+            let size = match options.max_file_bytes {
+                u64::MAX => String::new(),
+                most => format!(" of at most {most} bytes"),
+            };
             let looked_for = format!(
-                "no text; looked for files named .{}",
-                options.extensions.join(", .")
+                "no text; looked for files named .{}{size}, links followed; left out: {}",
+                options.extensions.join(", ."),
+                corpus.left_out
             );
             return Err(DataError::empty(places.join(", "), looked_for));
+        }
+        if !corpus.left_out.is_empty() {
+            tracing::warn!("left out of the texts: {}", corpus.left_out);
         }
         Ok(corpus)
     }
@@ -87,6 +148,7 @@ impl Corpus {
         };
         Self {
             documents: texts.into_iter().enumerate().map(document).collect(),
+            left_out: LeftOut::default(),
         }
     }
 
@@ -99,33 +161,50 @@ impl Corpus {
         }
     }
 
-    fn walk(&mut self, folder: &Path, options: &CorpusOptions) -> Result<(), DataError> {
-        let entries = std::fs::read_dir(folder).map_err(|source| DataError::io("list", folder, source))?;
-        let mut paths = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(|source| DataError::io("list", folder, source))?;
-            // The entry's own type, not that of what it links to: a link to a parent would have no end.
-            let kind = entry
-                .file_type()
-                .map_err(|source| DataError::io("read", entry.path(), source))?;
-            paths.push((entry.path(), kind));
+    fn walk(
+        &mut self,
+        folder: &Path,
+        options: &CorpusOptions,
+        entered: &mut Entered,
+    ) -> Result<(), DataError> {
+        if !entered.is_new(folder)? {
+            return Ok(());
         }
-        paths.sort_by(|(a, _), (b, _)| a.file_name().cmp(&b.file_name()));
-        for (path, kind) in paths {
+        for (path, kind) in list(folder)? {
             let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
             if name.starts_with('.') {
                 continue;
             }
-            if kind.is_dir() {
-                if !options.skip_folders.contains(&name) {
-                    self.walk(&path, options)?;
+            match kind {
+                Kind::Folder if options.skip_folders.contains(&name) => {}
+                Kind::Folder => self.walk(&path, options, entered)?,
+                Kind::File if is_text(&path, options) => self.add_file(&path, options)?,
+                Kind::Other
+                    if path.is_symlink() && (path.extension().is_none() || is_text(&path, options)) =>
+                {
+                    self.left_out.dangling += 1;
                 }
-            } else if kind.is_file() && wanted(&path, options) {
-                let bytes = std::fs::read(&path).map_err(|source| DataError::io("read", &path, source))?;
-                match String::from_utf8(bytes) {
-                    Ok(text) => self.add(&path, text),
-                    Err(_) => tracing::debug!(path = %path.display(), "left out: not UTF-8"),
-                }
+                Kind::File | Kind::Other => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds a file of a folder, unless it is too large or not UTF-8.
+    fn add_file(&mut self, path: &Path, options: &CorpusOptions) -> Result<(), DataError> {
+        let fail = |source| DataError::io("read", path, source);
+        let size = std::fs::metadata(path).map_err(fail)?.len();
+        if size > options.max_file_bytes {
+            self.left_out.large += 1;
+            self.left_out.large_bytes += size;
+            return Ok(());
+        }
+        match String::from_utf8(std::fs::read(path).map_err(fail)?) {
+            Ok(text) => self.add(path, text),
+            Err(_) => {
+                tracing::debug!(path = %path.display(), "left out: not UTF-8");
+                self.left_out.not_utf8 += 1;
+                self.left_out.not_utf8_bytes += size;
             }
         }
         Ok(())
@@ -134,6 +213,11 @@ impl Corpus {
     /// The documents.
     pub fn documents(&self) -> &[Document] {
         &self.documents
+    }
+
+    /// What is missing of the folders.
+    pub fn left_out(&self) -> LeftOut {
+        self.left_out
     }
 
     /// The texts.
@@ -147,16 +231,13 @@ impl Corpus {
     }
 }
 
-fn wanted(path: &Path, options: &CorpusOptions) -> bool {
+/// Whether a file has the name of a text.
+fn is_text(path: &Path, options: &CorpusOptions) -> bool {
     let extension = path
         .extension()
         .unwrap_or_default()
         .to_string_lossy()
         .to_lowercase();
-    let small = || std::fs::metadata(path).is_ok_and(|metadata| metadata.len() <= options.max_file_bytes);
-    options
-        .extensions
-        .iter()
-        .any(|wanted| wanted.eq_ignore_ascii_case(&extension))
-        && small()
+    let mut wanted = options.extensions.iter();
+    wanted.any(|wanted| wanted.eq_ignore_ascii_case(&extension))
 }

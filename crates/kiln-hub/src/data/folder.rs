@@ -1,12 +1,14 @@
 //! A folder of images: one subfolder a class, any files inside.
 //!
 //! The layout is torchvision's `ImageFolder`: `root/class/…/name.png`. Classes and files are in the order of
-//! their names. Files are found when the folder is opened and decoded when they are asked for.
+//! their names; links to folders and files are followed. Files are found when the folder is opened and
+//! decoded when they are asked for.
 
 use std::path::{Path, PathBuf};
 
 use super::error::DataError;
 use super::image::{ImageFile, ImageSource, Picture};
+use super::listing::{Entered, Kind, list};
 
 /// Image files with their classes.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -49,7 +51,7 @@ impl ImageFolder {
                 return Err(DataError::format(&path, None, reason));
             };
             let before = folder.files.len();
-            folder.add(&path, class)?;
+            folder.add(&path, class, &mut Entered::default())?;
             if folder.files.len() == before {
                 return Err(DataError::empty(
                     &path,
@@ -60,10 +62,13 @@ impl ImageFolder {
         Ok(folder)
     }
 
-    fn add(&mut self, folder: &Path, class: usize) -> Result<(), DataError> {
-        for (path, kind) in sorted(folder)? {
-            if kind.is_dir() {
-                self.add(&path, class)?;
+    fn add(&mut self, folder: &Path, class: usize, entered: &mut Entered) -> Result<(), DataError> {
+        if !entered.is_new(folder)? {
+            return Ok(());
+        }
+        for (path, kind) in list(folder)? {
+            if kind == Kind::Folder {
+                self.add(&path, class, entered)?;
                 continue;
             }
             let extension = path
@@ -91,24 +96,12 @@ impl ImageFolder {
 
 /// Names and paths of the subfolders that are classes, by name.
 fn subfolders(root: &Path) -> Result<Vec<(String, PathBuf)>, DataError> {
-    let named = sorted(root)?.into_iter().filter(|(_, kind)| kind.is_dir());
+    let named = list(root)?.into_iter().filter(|(_, kind)| *kind == Kind::Folder);
     let named = named.map(|(path, _)| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
         (name, path)
     });
     Ok(named.filter(|(name, _)| !name.starts_with('.')).collect())
-}
-
-/// The entries of a folder by name. Links are not followed into folders, which might have no end.
-fn sorted(folder: &Path) -> Result<Vec<(PathBuf, std::fs::FileType)>, DataError> {
-    let fail = |source| DataError::io("list", folder, source);
-    let mut entries = Vec::new();
-    for entry in std::fs::read_dir(folder).map_err(fail)? {
-        let entry = entry.map_err(fail)?;
-        entries.push((entry.path(), entry.file_type().map_err(fail)?));
-    }
-    entries.sort_by(|(a, _), (b, _)| a.cmp(b));
-    Ok(entries)
 }
 
 impl ImageSource for ImageFolder {

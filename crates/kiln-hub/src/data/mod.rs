@@ -24,6 +24,7 @@ mod error;
 mod folder;
 mod image;
 mod jpeg;
+mod listing;
 mod loader;
 mod rng;
 mod shapes;
@@ -36,7 +37,7 @@ pub use self::image::{ImageBatch, ImageBatcher, ImageExample, ImageFile, ImageSo
 pub use augment::{Augment, Normalisation, Pipeline};
 pub use cifar::{Cifar, CifarKind};
 pub use classify::{TextBatch, TextBatcher, TextExample, TextExamples, TextFields};
-pub use corpus::{Corpus, CorpusOptions, Document};
+pub use corpus::{Corpus, CorpusOptions, Document, LeftOut};
 pub use encoded::{Encoded, EncodedBatch, EncodedExample, EncodedImages, first_jpeg};
 pub use error::DataError;
 pub use folder::ImageFolder;

@@ -23,6 +23,7 @@ use super::loader::{Collate, Dataset};
 use super::rng::Rng;
 use crate::atomic::write_atomic;
 use crate::error::HubError;
+use crate::pieces::PIECE;
 use crate::tokenizer::Tokenizer;
 
 const MAGIC: &[u8; 7] = b"KILNTOK";
@@ -57,7 +58,7 @@ impl TokenStream {
         let separator = tokenizer.end_of_text();
         let tokenizer = tokenizer.literal();
         for text in corpus.texts() {
-            tokens.extend(tokenizer.encode(text, false)?);
+            tokens.extend(tokenizer.encode_data(text, PIECE)?);
             tokens.extend(separator);
         }
         Ok(Self::from_tokens(tokens))

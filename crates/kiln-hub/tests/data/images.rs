@@ -160,6 +160,25 @@ fn image_folders() {
     ));
 }
 
+#[cfg(unix)]
+#[test]
+fn classes_may_be_links() {
+    use std::os::unix::fs::symlink;
+
+    let [folder, elsewhere] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let (root, far) = (folder.path(), elsewhere.path());
+    let picture = || png(2, 2, |_, _| [0; 3]);
+    write(root, "b/0.png", picture());
+    write(far, "cats/1.png", picture());
+    write(far, "cats/deep/2.png", picture());
+    symlink(far.join("cats"), root.join("a")).unwrap();
+    symlink(root.join("a"), far.join("cats/deep/round")).unwrap();
+    let source = ImageFolder::open(root).unwrap();
+    assert_eq!(source.classes(), ["a", "b"]);
+    let labels: Vec<_> = source.files().iter().map(|(_, label)| *label).collect();
+    assert_eq!(labels, [0, 0, 1]);
+}
+
 #[test]
 fn cifar_files() {
     let folder = tempfile::tempdir().unwrap();

@@ -53,6 +53,53 @@ fn a_corpus_is_what_a_person_wrote_in_a_fixed_order() {
     ));
 }
 
+#[cfg(unix)]
+#[test]
+fn what_links_lead_to_is_part_of_a_corpus_and_what_is_missing_is_counted() {
+    use std::os::unix::fs::symlink;
+
+    let [folder, elsewhere] = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    let (root, far) = (folder.path(), elsewhere.path());
+    write(root, "a.txt", "here");
+    write(far, "texts/b.txt", "there");
+    write(far, "texts/deep/c.txt", "deeper");
+    write(far, "single.txt", "alone");
+    symlink(far.join("texts"), root.join("m")).unwrap();
+    symlink(far.join("single.txt"), root.join("z.txt")).unwrap();
+    // To itself, to what another link leads to, and to nothing.
+    symlink(root, far.join("texts/deep/round")).unwrap();
+    symlink(far.join("texts/deep"), root.join("n")).unwrap();
+    symlink(far.join("gone"), root.join("gone")).unwrap();
+    let corpus = Corpus::read(&[root], &CorpusOptions::default()).unwrap();
+    assert_eq!(
+        corpus.texts().collect::<Vec<_>>(),
+        ["here", "there", "deeper", "alone"]
+    );
+    let dangling = LeftOut {
+        dangling: 1,
+        ..LeftOut::default()
+    };
+    assert_eq!(corpus.left_out(), dangling);
+
+    write(far, "large/only.txt", "much too large");
+    write(far, "large/other.txt", [0xff, 0xfe]);
+    let options = CorpusOptions {
+        max_file_bytes: 5,
+        ..Default::default()
+    };
+    let error = Corpus::read(&[far.join("large")], &options)
+        .unwrap_err()
+        .to_string();
+    for part in [
+        "at most 5 bytes",
+        "links followed",
+        "files too large: 1 (14 bytes)",
+        "files not UTF-8: 1 (2 bytes)",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+}
+
 #[test]
 fn the_repository_is_a_corpus() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
