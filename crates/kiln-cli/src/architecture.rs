@@ -7,7 +7,7 @@
 use burn::tensor::backend::Backend;
 use kiln::{Kiln, KilnDevice};
 use kiln_hub::data::Pipeline;
-use kiln_hub::{Checkpoint, HubError};
+use kiln_hub::{Checkpoint, HubError, Tokenizer};
 use kiln_models::bert::{BertConfig, ProblemType};
 use kiln_models::llama::LlamaConfig;
 use kiln_models::mlp::MlpConfig;
@@ -280,6 +280,8 @@ fn llama(
             sizes.intermediate_size = model.intermediate_size.unwrap_or(sizes.intermediate_size);
             sizes.tie_word_embeddings = model.tie_embeddings.unwrap_or(sizes.tie_word_embeddings);
             sizes.vocab_size = data.vocabulary;
+            let end = data.tokenizer.as_ref().and_then(Tokenizer::end_of_text);
+            sizes.eos_token_ids = end.into_iter().collect();
             sizes
         }
     };

@@ -83,17 +83,31 @@ pub enum CliError {
         /// The checkpoint.
         path: PathBuf,
     },
+    /// A resumed run asks for other data than it has prepared.
+    #[error(
+        "{what} is {saved} in the run {}, and {now} now, but the run goes on with what it prepared in {}: leave it at \
+         {saved}, or start another run without --resume",
+        run.display(), run.join("data").display()
+    )]
+    Prepared {
+        /// The key that differs.
+        what: String,
+        /// In the run's config.
+        saved: String,
+        /// Now.
+        now: String,
+        /// The run's folder.
+        run: PathBuf,
+    },
     /// There is no space for a checkpoint.
     #[error(
-        "{source}: the disk is full. The checkpoints before this one are whole; free some space{}, and go on with \
-         `kiln train --resume {}`",
-        lower_keep(*keep), run.display()
+        "{source}: the disk is full. The checkpoints before this one are whole; free some space, and go on with \
+         `kiln train --resume {}`. What this run can do without: all of {}, and all of {} but the newest",
+        run.display(), run.join("abandoned").display(), run.join("checkpoints").display()
     )]
     DiskFull {
         /// The run's folder.
         run: PathBuf,
-        /// Checkpoints that it keeps.
-        keep: usize,
         /// What failed.
         source: Box<CliError>,
     },
@@ -185,14 +199,13 @@ impl CliError {
     }
 
     /// The error of writing a checkpoint of `run`, which says so if the disk is full.
-    pub(crate) fn of_checkpoint(self, run: &Path, keep: usize) -> Self {
+    pub(crate) fn of_checkpoint(self, run: &Path) -> Self {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&self);
         while let Some(error) = cause {
             let kind = error.downcast_ref().map(std::io::Error::kind);
             if matches!(kind, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded)) {
                 return Self::DiskFull {
                     run: run.to_path_buf(),
-                    keep,
                     source: Box::new(self),
                 };
             }
@@ -221,13 +234,6 @@ fn last_good(checkpoint: Option<&Path>) -> String {
     match checkpoint {
         Some(path) => format!("the last checkpoint with finite parameters is {}", path.display()),
         None => "there is no checkpoint before it".to_owned(),
-    }
-}
-
-fn lower_keep(keep: usize) -> String {
-    match keep {
-        0 | 1 => String::new(),
-        keep => format!(" or lower train.keep, which is {keep}"),
     }
 }
 
@@ -282,10 +288,19 @@ mod tests {
             source: full(),
         });
         for error in [io, hub] {
-            let text = error.of_checkpoint(run, 3).to_string();
-            assert!(text.contains("free some space or lower train.keep"), "{text}");
+            let text = error.of_checkpoint(run).to_string();
+            for part in [
+                "disk is full",
+                "runs/a/abandoned",
+                "runs/a/checkpoints but the newest",
+                "--resume runs/a",
+            ] {
+                assert!(text.contains(part), "{part}: {text}");
+            }
+            // Nothing is removed before a checkpoint is written, however few are kept.
+            assert!(!text.contains("train.keep"), "{text}");
         }
-        let other = CliError::io("read", "x")(ErrorKind::NotFound.into()).of_checkpoint(run, 3);
+        let other = CliError::io("read", "x")(ErrorKind::NotFound.into()).of_checkpoint(run);
         assert!(matches!(other, CliError::Io { .. }), "{other}");
     }
 

@@ -9,7 +9,7 @@ use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
 use crate::bench::Subject;
 use crate::config::{Config, DistributedConfig, OptimizerConfig};
-use crate::data::{Data, HostBatch, pretrained_tokenizer};
+use crate::data::{Data, HeldOut, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
@@ -164,7 +164,7 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
                 .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
             let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
             let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
-            let data = Data::open(&config, &device, prepared.path(), tokenizer)?;
+            let data = Data::open(&config, &device, prepared.path(), tokenizer, HeldOut::Random)?;
             let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
             let loader = data.train(None)?;
             let share = |batch: HostBatch| batch.share(world.rank(), world.size()).tensors(&device);

@@ -44,12 +44,13 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
             checkpoint.place()
         )));
     };
+    let tokenizer = checkpoint.tokenizer()?;
     let config = GenerateConfig {
         max_new_tokens: arguments.tokens,
         temperature: arguments.temperature,
         top_k: arguments.top_k,
         top_p: arguments.top_p,
-        stop_tokens: stop_tokens(&checkpoint, sizes)?,
+        stop_tokens: stop_tokens(&checkpoint, sizes, &tokenizer)?,
         seed: arguments.seed,
     };
     let first = match arguments.prompt.is_empty() {
@@ -63,7 +64,6 @@ pub fn command(arguments: &GenerateArguments) -> Result<(), CliError> {
     else {
         return Err(CliError::Usage("this architecture makes no Llama".to_owned()));
     };
-    let tokenizer = checkpoint.tokenizer()?;
     show::text(&arguments.prompt);
     continue_text(&model, &tokenizer, &arguments.prompt, first, config, |piece| {
         show::text(piece);
@@ -82,13 +82,20 @@ fn side_config(checkpoint: &Checkpoint, file: &str) -> Result<Option<Config>, Hu
 }
 
 /// The tokens that end a text: those of `generation_config.json`, which transformers generates by, else those
-/// of `config.json`.
-fn stop_tokens(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Vec<u32>, CliError> {
+/// of `config.json`, else the tokenizer's end of text.
+fn stop_tokens(
+    checkpoint: &Checkpoint,
+    sizes: &LlamaConfig,
+    tokenizer: &Tokenizer,
+) -> Result<Vec<u32>, CliError> {
     let key = "eos_token_id";
     let generation = side_config(checkpoint, "generation_config.json")?;
     let given = generation.filter(|file| file.get(key).is_some());
     let Some(file) = given else {
-        return Ok(sizes.eos_token_ids.clone());
+        return Ok(match sizes.eos_token_ids.as_slice() {
+            [] => tokenizer.end_of_text().into_iter().collect(),
+            ids => ids.to_vec(),
+        });
     };
     Ok(match file.get(key).is_some_and(serde_json::Value::is_array) {
         true => file.required(key)?,
@@ -107,6 +114,37 @@ fn first_token(checkpoint: &Checkpoint, sizes: &LlamaConfig) -> Result<Option<u3
     Ok(sizes.bos_token_id.filter(|_| add))
 }
 
+/// Makes sure that [`sample`] has something to begin with, before the steps whose text it prints.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if the prompt has no token or more than the model takes; [`CliError::Hub`] if it
+/// cannot be encoded.
+pub fn check_sample(config: &SampleConfig, sizes: &Architecture, data: &Data) -> Result<(), CliError> {
+    let (Architecture::Llama(sizes), Some(tokenizer)) = (sizes, &data.tokenizer) else {
+        return Ok(());
+    };
+    if config.tokens == 0 {
+        return Ok(());
+    }
+    let refuse = |reason: String| {
+        Err(CliError::config(
+            "sample.prompt",
+            format!("{reason}, or set sample.tokens = 0 to print no text at the end"),
+        ))
+    };
+    match (
+        tokenizer.encode(&config.prompt, true)?.len(),
+        sizes.max_position_embeddings,
+    ) {
+        (0, _) => refuse("it has no token: give the beginning of a text".to_owned()),
+        (tokens, most) if tokens > most => refuse(format!(
+            "it has {tokens} tokens, but the model's longest text has {most}: shorten it"
+        )),
+        _ => Ok(()),
+    }
+}
+
 /// The text a run prints at its end, prompt included; none if the model is no language model.
 ///
 /// # Errors
@@ -116,14 +154,7 @@ pub fn sample(config: &SampleConfig, model: &Model<Kiln>, data: &Data) -> Result
     let (Model::Llama(model), Some(tokenizer)) = (model, &data.tokenizer) else {
         return Ok(None);
     };
-    let settings = GenerateConfig {
-        max_new_tokens: config.tokens,
-        temperature: config.temperature,
-        top_k: config.top_k,
-        top_p: None,
-        stop_tokens: tokenizer.end_of_text().into_iter().collect(),
-        seed: 0,
-    };
+    let settings = config.generation(tokenizer.end_of_text().into_iter().collect());
     let mut text = config.prompt.clone();
     continue_text(model, tokenizer, &config.prompt, None, settings, |piece| {
         text.push_str(piece)
@@ -188,7 +219,23 @@ fn added<'a>(printed: &str, text: &'a str) -> &'a str {
 
 #[cfg(test)]
 mod tests {
-    use super::added;
+    use super::*;
+    use kiln::KilnDevice;
+    use kiln_hub::save_pretrained;
+    use kiln_models::keys::Pretrained;
+
+    #[test]
+    fn a_text_ends_as_the_tokenizer_says_where_the_checkpoint_does_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut sizes = LlamaConfig::new(257, 8, 8, 1, 1);
+        let model = sizes.init::<Kiln>(&KilnDevice::cpu());
+        save_pretrained(&model, model.key_map(), Some(&sizes.to_hf_json()), folder.path()).unwrap();
+        let checkpoint = Checkpoint::open(folder.path()).unwrap();
+        let tokenizer = Tokenizer::bytes().unwrap();
+        assert_eq!(stop_tokens(&checkpoint, &sizes, &tokenizer).unwrap(), [256]);
+        sizes.eos_token_ids = vec![7];
+        assert_eq!(stop_tokens(&checkpoint, &sizes, &tokenizer).unwrap(), [7]);
+    }
 
     #[test]
     fn what_is_added_begins_after_the_common_part() {

@@ -75,6 +75,12 @@ fn a_run_learns_and_leaves_everything_behind() {
     ] {
         assert!(last.join(file).is_file(), "{file}");
     }
+    let architecture: Value =
+        serde_json::from_slice(&std::fs::read(last.join("config.json")).unwrap()).unwrap();
+    assert_eq!(
+        architecture["eos_token_id"], 256,
+        "what ends a text of this tokenizer"
+    );
     assert!(
         std::fs::read_to_string(place.path("run/curves.svg"))
             .unwrap()
@@ -639,6 +645,157 @@ fn an_evaluation_that_is_no_number_is_a_failure() {
     assert!(error.contains("the evaluation loss is "), "{error}");
 }
 
+/// Makes every parameter so large that an evaluation of the next model overflows.
+const OVERFLOWING: [&str; 8] = [
+    "--set",
+    "schedule.rate=1e15",
+    "--set",
+    "schedule.warmup=0",
+    "--set",
+    "optimizer.weight_decay=0.0",
+    "--set",
+    "train.checkpoint_every=0",
+];
+
+#[test]
+fn an_evaluation_that_fails_takes_no_step_with_it() {
+    let place = new_place();
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "5"];
+    let often = ["--set", "train.evaluate_every=1"];
+    let error = place.fails(&[&train[..], &OVERFLOWING, &often].concat());
+    assert!(
+        error.contains("the evaluation loss is ") && error.contains("after step 1"),
+        "{error}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000001"]);
+    assert!(place.path("run/curves.svg").is_file());
+}
+
+#[test]
+fn a_text_that_cannot_be_printed_is_noticed_before_or_is_no_failure() {
+    let place = new_place();
+    let train = ["train", "--config", "small.toml", "--steps", "1"];
+    for (set, expected) in [
+        ("sample.prompt=", "it has no token"),
+        ("sample.prompt=AAAA", "it has 300 tokens"),
+        ("sample.temperature=-1.0", "temperature is -1"),
+    ] {
+        let set = set.replace("AAAA", &"a".repeat(300));
+        let out = format!("without-{}", expected.replace(' ', "-"));
+        let error = place.fails(&[&train[..], &["--out", &out, "--set", &set]].concat());
+        assert!(
+            error.contains("sample") && error.contains(expected),
+            "{set}: {error}"
+        );
+        assert!(place.checkpoints(&out).is_empty(), "{set}");
+    }
+    let unlooked = ["--out", "run", "--set", "data.evaluation_fraction=0.0"];
+    let [_, said] = place.both(&[&train[..], &OVERFLOWING, &unlooked].concat());
+    assert!(said.contains("there is no text to print"), "{said}");
+    assert_eq!(place.checkpoints("run"), ["step-00000001"]);
+}
+
+#[test]
+fn a_checkpoint_that_lies_elsewhere_is_written_again() {
+    let place = new_place();
+    let set = ["--set", "sample.tokens=0", "--set", "train.keep=9"];
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "8"];
+    place.ok(&[&train[..], &set].concat());
+    std::fs::create_dir(place.path("run/best")).unwrap();
+    let best = "run/best/step-00000004";
+    std::fs::rename(place.path("run/checkpoints/step-00000004"), place.path(best)).unwrap();
+    place.ok(&["train", "--resume", best, "--steps", "4"]);
+    assert_eq!(place.checkpoints("run"), ["step-00000004"]);
+    assert_eq!(names(&place, "run/abandoned"), ["step-00000008"]);
+}
+
+#[test]
+fn a_checkpoint_with_a_parameter_that_is_no_number_is_refused() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
+    let last = place.path("run/checkpoints/step-00000008");
+    let file = last.join("model.safetensors");
+    let mut bytes = std::fs::read(&file).unwrap();
+    let end = bytes.len() - 4;
+    bytes[end..].copy_from_slice(&f32::NAN.to_le_bytes());
+    std::fs::write(&file, bytes).unwrap();
+    // As a program that has no checks would have written it.
+    let state = last.join("state.json");
+    let mut value: Value = serde_json::from_slice(&std::fs::read(&state).unwrap()).unwrap();
+    value["files"]
+        .as_object_mut()
+        .unwrap()
+        .remove("model.safetensors");
+    std::fs::write(&state, value.to_string()).unwrap();
+    let error = place.fails(&["train", "--resume", "run", "--steps", "9"]);
+    assert!(
+        error.contains("the parameter ") && error.contains("is NaN") && error.contains("step-00000004"),
+        "{error}"
+    );
+}
+
+/// The loss that `kiln eval` prints.
+fn evaluated(place: &Place, run: &str) -> f64 {
+    let text = place.ok(&["eval", "--run", run]);
+    let (_, behind) = text.split_once("evaluation loss ").unwrap();
+    behind.split(',').next().unwrap().parse().unwrap()
+}
+
+#[test]
+fn an_evaluation_sees_every_example_once_whatever_the_batches() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
+    let path = place.path("run/config.toml");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let loss = evaluated(&place, "run");
+    for size in [7, 30] {
+        let other = config.replace("batch_size = 4\n", &format!("batch_size = {size}\n"));
+        assert_ne!(other, config);
+        std::fs::write(&path, other).unwrap();
+        let found = evaluated(&place, "run");
+        assert!(
+            (found - loss).abs() < 2e-4,
+            "batches of {size}: {found} and {loss}"
+        );
+    }
+}
+
+#[test]
+fn a_resumed_run_does_not_pretend_to_read_other_data() {
+    let place = new_place();
+    place.write("other.txt", &"another corpus\n".repeat(400));
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "4"]);
+    let config = || std::fs::read_to_string(place.path("run/config.toml")).unwrap();
+    let before = config();
+    let resume = ["train", "--resume", "run", "--steps", "8", "--set"];
+    for set in [
+        "data.paths=[\"other.txt\"]",
+        "data.evaluation_paths=[\"other.txt\"]",
+        "data.tokenizer=bpe",
+        "data.vocabulary=300",
+    ] {
+        let error = place.fails(&[&resume[..], &[set]].concat());
+        let (key, now) = set.split_once('=').unwrap();
+        assert!(
+            error.contains(&format!("{key} is ")) && error.contains(now) && error.contains("run/data"),
+            "{set}: {error}"
+        );
+        assert_eq!(config(), before, "{set}");
+    }
+    // The files are not read again, and need not be there.
+    std::fs::remove_file(place.path("corpus.txt")).unwrap();
+    place.ok(&resume[..5]);
+}
+
+#[test]
+fn data_that_a_run_could_not_prepare_may_change() {
+    let place = new_place();
+    let missing = ["--set", "data.paths=[\"missing.txt\"]"];
+    place.fails(&[&["train", "--config", "small.toml", "--out", "run"][..], &missing].concat());
+    let paths = ["--set", "data.paths=[\"corpus.txt\"]"];
+    place.ok(&[&["train", "--resume", "run", "--steps", "2"][..], &paths].concat());
+}
+
 #[test]
 fn a_resumed_run_that_is_another_one_keeps_its_config() {
     let place = new_place();
@@ -666,12 +823,17 @@ fn a_resumed_run_that_is_another_one_keeps_its_config() {
     // A checkpoint of an earlier version does not say whose state it has.
     let state = place.path("run/checkpoints/step-00000004/state.json");
     let text = std::fs::read_to_string(&state).unwrap();
+    assert!(text.contains("\"held_out\": \"random\","), "{text}");
+    let text = text.replace("\"held_out\": \"random\",", "");
     std::fs::write(&state, text.replace("\"adamw\"", "null")).unwrap();
     let error = place.fails(&[&resume[..], &["optimizer.name=sgd"]].concat());
     assert!(error.contains("leave optimizer.name as it was"), "{error}");
     assert_eq!(config(), before);
     place.ok(&[&resume[..], &["train.keep=3"]].concat());
     assert!(config().contains("keep = 3"));
+    // Nor how it set examples aside, which must not change.
+    let text = std::fs::read_to_string(place.path("run/checkpoints/step-00000008/state.json")).unwrap();
+    assert!(text.contains("every-nth"), "{text}");
 }
 
 #[test]
@@ -920,6 +1082,33 @@ fn a_profiled_run_leaves_a_trace() {
 }
 
 #[test]
+fn a_trace_that_cannot_be_written_costs_no_step() {
+    let place = new_place();
+    // A folder stands where the trace belongs.
+    std::fs::create_dir_all(place.path("untraced/trace.json/kept")).unwrap();
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--steps",
+        "4",
+        "--out",
+        "untraced",
+    ];
+    let output = place
+        .command(&arguments)
+        .args(["--profile", "2"])
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{said}");
+    assert!(said.contains("training goes on without its trace"), "{said}");
+    let error = said.lines().last().unwrap();
+    assert!(error.contains("trace.json"), "{said}");
+    assert_eq!(place.checkpoints("untraced"), ["step-00000004"]);
+}
+
+#[test]
 fn the_configs_of_the_repository_are_valid() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../configs");
     let mut count = 0;
@@ -939,6 +1128,8 @@ fn a_run_is_exported() {
     let place = new_place();
     place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
     let log = std::fs::read(place.path("run/log.jsonl")).unwrap();
+    // What the run has prepared is all that a resumption needs.
+    std::fs::remove_file(place.path("corpus.txt")).unwrap();
     let text = place.ok(&["export", "--run", "run", "--out", "exported"]);
     assert!(text.contains("after step 10"), "{text}");
     assert_eq!(std::fs::read(place.path("run/log.jsonl")).unwrap(), log);

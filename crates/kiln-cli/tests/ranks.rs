@@ -169,6 +169,30 @@ fn ranks_that_divide_the_state_write_whole_checkpoints() {
 }
 
 #[test]
+fn ranks_save_what_they_have_when_an_evaluation_fails() {
+    let place = Shared::new();
+    let arguments = ["train", "--config", "small.toml", "--out", "run", "--steps", "3"];
+    let set = [
+        "schedule.rate=1e15",
+        "schedule.warmup=0",
+        "optimizer.weight_decay=0.0",
+        "train.evaluate_every=1",
+        "train.checkpoint_every=0",
+    ];
+    let set: Vec<&str> = set.iter().flat_map(|set| ["--set", set]).collect();
+    let Some(mut command) = place.command(2, &[&arguments[..], &SHARDED, &set].concat()) else {
+        return;
+    };
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(
+        !output.status.success() && text.contains("the evaluation loss is "),
+        "{text}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000001"], "{text}");
+}
+
+#[test]
 fn ranks_that_divide_a_master_copy_write_whole_checkpoints() {
     let place = Shared::new();
     let train = |ranks, run: &str, steps: &str, more: &[&str]| {

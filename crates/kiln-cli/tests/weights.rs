@@ -99,6 +99,24 @@ fn weights_that_are_called_tied_and_are_not_are_believed() {
 }
 
 #[test]
+fn a_new_tokenizer_for_old_embeddings_is_refused() {
+    let place = Place::new("");
+    save_headless(&place.path("model"), &sizes(true));
+    place.write("tune.toml", FINE_TUNE);
+    let train = ["train", "--config", "tune.toml"];
+    for made in ["bytes", "bpe"] {
+        let set = format!("data.tokenizer={made}");
+        let error = place.fails(&[&train[..], &["--out", made, "--set", &set]].concat());
+        assert!(
+            error.contains("data.tokenizer") && error.contains("remove the key") && error.contains(made),
+            "{error}"
+        );
+    }
+    let stored = "data.tokenizer=model/tokenizer.json";
+    place.ok(&[&train[..], &["--out", "tuned", "--set", stored]].concat());
+}
+
+#[test]
 fn settings_without_effect_are_refused_by_name() {
     let place = Place::new("");
     save_headless(&place.path("model"), &sizes(true));

@@ -12,6 +12,7 @@ mod schedule;
 use std::path::{Path, PathBuf};
 
 use kiln::Buckets;
+use kiln_models::llama::GenerateConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CliError, nearest};
@@ -115,18 +116,18 @@ pub enum Decoding {
 pub struct DataConfig {
     /// Where examples come from.
     pub source: DataSource,
-    /// Files or folders, relative to where `kiln` is started.
+    /// Files or folders, relative to where `kiln` is started. Links are followed.
     #[serde(default)]
     pub paths: Vec<PathBuf>,
     /// Files or folders of the evaluation; without them a part of `paths` is set aside where the source has
     /// no test set of its own. One for `table` and `images`, none for the sources that have their own.
     #[serde(default)]
     pub evaluation_paths: Vec<PathBuf>,
-    /// Part of the examples set aside for evaluation.
+    /// Part of the examples set aside for evaluation: of a stream of tokens its end, else examples at random.
     #[serde(default = "default_evaluation_fraction")]
     pub evaluation_fraction: f64,
     /// `bpe` (trained on the data), `bytes`, or the path of a `tokenizer.json`; that of `model.weights` if
-    /// absent and there are weights, else `bpe`.
+    /// absent and there are weights, else `bpe`. With weights it is absent or a path.
     pub tokenizer: Option<String>,
     /// Size of a trained vocabulary.
     #[serde(default = "default_vocabulary")]
@@ -173,6 +174,37 @@ impl ModelConfig {
 }
 
 impl DataConfig {
+    /// The settings by which a run prepares files once and keeps them: the name of a kept file, the key, and
+    /// its value as a text.
+    pub fn kept(&self) -> Vec<(&'static str, &'static str, String)> {
+        fn text<T: Serialize>(value: &T) -> String {
+            serde_json::to_string(value).unwrap_or_default()
+        }
+        let tokenizer = match &self.tokenizer {
+            Some(tokenizer) => text(tokenizer),
+            None => "unset".to_owned(),
+        };
+        let mut kept = vec![
+            ("tokenizer.json", "data.tokenizer", tokenizer),
+            ("tokenizer.json", "data.vocabulary", text(&self.vocabulary)),
+        ];
+        match self.source {
+            DataSource::Text => kept.extend([
+                ("tokens.bin", "data.paths", text(&self.paths)),
+                (
+                    "evaluation-tokens.bin",
+                    "data.evaluation_paths",
+                    text(&self.evaluation_paths),
+                ),
+            ]),
+            DataSource::Passages | DataSource::Table => {}
+            DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
+                kept.clear();
+            }
+        }
+        kept
+    }
+
     /// Paths that would not be read.
     fn check(&self) -> Result<(), String> {
         let (most, reason) = match self.source {
@@ -226,7 +258,7 @@ pub struct TrainConfig {
     pub log_every: u64,
     /// Steps between evaluations; 0 evaluates at the end only.
     pub evaluate_every: u64,
-    /// Most batches of an evaluation.
+    /// Most batches of an evaluation, the same at random each time.
     pub evaluation_batches: usize,
     /// Steps between checkpoints; 0 saves at the end only.
     pub checkpoint_every: u64,
@@ -319,6 +351,20 @@ pub struct SampleConfig {
     pub temperature: f64,
     /// Draw from the k likeliest tokens only.
     pub top_k: Option<usize>,
+}
+
+impl SampleConfig {
+    /// How the text is generated, up to one of `stop_tokens`.
+    pub fn generation(&self, stop_tokens: Vec<u32>) -> GenerateConfig {
+        GenerateConfig {
+            max_new_tokens: self.tokens,
+            temperature: self.temperature,
+            top_k: self.top_k,
+            top_p: None,
+            stop_tokens,
+            seed: 0,
+        }
+    }
 }
 
 impl Default for SampleConfig {
@@ -464,6 +510,9 @@ impl Config {
                 self.train.memory_budget_mb
             ));
         }
+        if let Err(error) = self.sample.generation(Vec::new()).validate() {
+            return Err(format!("sample: {error}"));
+        }
         self.data.check()?;
         self.optimizer.check()?;
         self.schedule.check()
@@ -582,8 +631,11 @@ mod tests {
             "optimizer.weight_decay=nan",
             "optimizer.epsilon=-1e-8",
             "optimizer.momentum=-0.9",
+            "sample.temperature=-1.0",
+            "sample.top_k=0",
         ] {
             let (key, _) = set.split_once('=').unwrap();
+            let key = key.strip_prefix("sample.").unwrap_or(key);
             let error = error(set);
             assert!(error.contains(key) && error.contains(" is "), "{set}: {error}");
         }

@@ -10,7 +10,7 @@ use kiln_hub::data::{
     ImageFolder, ImageSource, Images, Pipeline, Shapes, View, first_jpeg,
 };
 
-use super::{Data, HostBatch, Open, Part, loaders, path};
+use super::{Data, HeldOut, HostBatch, Open, Part, loaders, path};
 use crate::config::{Config, DataSource, Decoding};
 use crate::error::CliError;
 use crate::model::Batch;
@@ -19,11 +19,11 @@ use crate::model::Batch;
 type Loaders = (Box<dyn Open>, Option<Box<dyn Open>>);
 
 /// The images of a config.
-pub(super) fn open(config: &Config, device: &KilnDevice) -> Result<Data, CliError> {
+pub(super) fn open(config: &Config, device: &KilnDevice, way: HeldOut) -> Result<Data, CliError> {
     let collate = || |items| ImageBatch::collate(items).map(HostBatch::Images);
     let (data, size) = (&config.data, config.data.image_size);
     let (classes, (train, evaluation)) = match data.source {
-        DataSource::Images => folders(config, device)?,
+        DataSource::Images => folders(config, device, way)?,
         DataSource::Cifar10 | DataSource::Cifar100 => {
             let kind = if data.source == DataSource::Cifar10 {
                 CifarKind::Cifar10
@@ -84,7 +84,7 @@ pub(super) fn open(config: &Config, device: &KilnDevice) -> Result<Data, CliErro
 }
 
 /// Classes and loaders of a folder of images.
-fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders), CliError> {
+fn folders(config: &Config, device: &KilnDevice, way: HeldOut) -> Result<(Vec<String>, Loaders), CliError> {
     let root = path(&config.data, "one folder with a folder for each class")?;
     let folder = ImageFolder::open(root)?;
     let classes = folder.classes().to_vec();
@@ -93,10 +93,10 @@ fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders
     // Without engines a GPU makes floats of the loader's bytes.
     let decodes = !is_decoded_on(device, config.data.decoding, &folder)?;
     let loaders = if device.place() == Place::Host {
-        of_folders(config, folder, Images::new, floats)
+        of_folders(config, folder, way, Images::new, floats)
     } else {
         let see = |folder, pipeline| EncodedImages::new(folder, pipeline).with_decoding(decodes);
-        of_folders(config, folder, see, encoded)
+        of_folders(config, folder, way, see, encoded)
     }?;
     Ok((classes, loaders))
 }
@@ -105,6 +105,7 @@ fn folders(config: &Config, device: &KilnDevice) -> Result<(Vec<String>, Loaders
 fn of_folders<D, C>(
     config: &Config,
     folder: ImageFolder,
+    way: HeldOut,
     see: impl Fn(ImageFolder, Pipeline) -> D,
     collate: impl Fn() -> C,
 ) -> Result<Loaders, CliError>
@@ -121,8 +122,8 @@ where
     let train = see(folder.clone(), moving);
     let (train, evaluation) = match data.evaluation_paths.as_slice() {
         [] => (
-            Part::split(train, data.evaluation_fraction).0,
-            Part::split(see(folder, still), data.evaluation_fraction).1,
+            Part::split(train, data.evaluation_fraction, way).0,
+            Part::split(see(folder, still), data.evaluation_fraction, way).1,
         ),
         [other, ..] => {
             let other = ImageFolder::open_as(other, folder.classes().to_vec())?;

@@ -19,6 +19,8 @@ use kiln_hub::data::{
 };
 use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer, write_bytes_atomic};
 
+use serde::{Deserialize, Serialize};
+
 use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
 use crate::model::{Batch, Family};
@@ -110,6 +112,16 @@ impl HostBatch {
         }
     }
 
+    /// Examples: windows, texts, images.
+    pub fn rows(&self) -> usize {
+        match self {
+            Self::Windows(batch) => batch.rows,
+            Self::Texts(batch) => batch.labels.len(),
+            Self::Images(batch) => batch.labels.len(),
+            Self::Encoded(batch) => batch.labels.len(),
+        }
+    }
+
     /// Classes of the examples; empty for language models.
     pub fn labels(&self) -> &[i32] {
         match self {
@@ -163,7 +175,8 @@ pub struct Data {
 
 impl Data {
     /// Opens the data of a run on `device`. `prepared` is the run's own folder for prepared files;
-    /// `pretrained` is the tokenizer of the weights that the run starts from.
+    /// `pretrained` is the tokenizer of the weights that the run starts from; `way` is how the run began to
+    /// set examples aside.
     ///
     /// # Errors
     ///
@@ -174,13 +187,14 @@ impl Data {
         device: &KilnDevice,
         prepared: &Path,
         pretrained: Option<Tokenizer>,
+        way: HeldOut,
     ) -> Result<Self, CliError> {
         std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
         let data = match config.data.source {
             DataSource::Text => text(config, prepared, pretrained),
-            DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained),
+            DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained, way),
             DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
-                images::open(config, device)
+                images::open(config, device, way)
             }
         }?;
         if !data.classes.is_empty() {
@@ -277,16 +291,31 @@ fn loaders<D: Dataset, C: Collate<D::Item, Batch = HostBatch>>(
     let evaluation = evaluation
         .filter(|dataset| !dataset.is_empty())
         .map(|dataset| -> Box<dyn Open> {
-            // One shape, so one compiled evaluation: an incomplete last batch is left out unless it is the
-            // only one.
-            let size = size.min(dataset.len());
-            let loader = Loader::evaluation(dataset, collate(), size).with_drop_last(true);
+            // Shuffled, and always in the same order: the first batches stand for all examples, whatever the
+            // order of the files. The last batch may be smaller, which is a second shape to compile; it is
+            // reached by an evaluation of all examples only.
+            let loader = Loader::evaluation(dataset, collate(), size).with_shuffle(true);
             Box::new(loader.with_threads(threads))
         });
     (train, evaluation)
 }
 
-/// Every n-th example of a dataset, or all others.
+/// How the examples that are set aside for evaluation are chosen. A run keeps the way in which it began: with
+/// another one it would be evaluated on what it was trained on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum HeldOut {
+    /// Every n-th. The way of checkpoints that do not say.
+    #[default]
+    EveryNth,
+    /// As many as the fraction says, at random, whatever the order of the examples. The way of new runs.
+    Random,
+}
+
+/// Chooses the examples that are set aside. The same whatever the seed of a run, so that evaluations compare.
+const HELD_OUT_SEED: u64 = 0x6865_6c64;
+
+/// The examples set aside of a dataset, or all others.
 struct Part<D> {
     dataset: std::sync::Arc<D>,
     indices: Vec<usize>,
@@ -294,17 +323,13 @@ struct Part<D> {
 
 impl<D: Dataset> Part<D> {
     /// Training and evaluation parts of one dataset.
-    fn split(dataset: D, fraction: f64) -> (Self, Option<Self>) {
+    fn split(dataset: D, fraction: f64, way: HeldOut) -> (Self, Option<Self>) {
         let dataset = std::sync::Arc::new(dataset);
-        let every = if fraction > 0.0 {
-            (1.0 / fraction).round().max(2.0) as usize
-        } else {
-            usize::MAX
-        };
+        let is_held_out = held_out(dataset.len(), fraction, way);
         let part = |evaluation: bool| Self {
             dataset: dataset.clone(),
             indices: (0..dataset.len())
-                .filter(|index| (index % every == every - 1) == evaluation)
+                .filter(|index| is_held_out[*index] == evaluation)
                 .collect(),
         };
         (part(false), Some(part(true)))
@@ -331,6 +356,26 @@ impl<D: Dataset> Dataset for Part<D> {
     }
 }
 
+/// Which of `count` examples are set aside. At least one is left for the training.
+fn held_out(count: usize, fraction: f64, way: HeldOut) -> Vec<bool> {
+    if way == HeldOut::EveryNth {
+        let every = if fraction > 0.0 {
+            (1.0 / fraction).round().max(2.0) as usize
+        } else {
+            usize::MAX
+        };
+        return (0..count).map(|index| index % every == every - 1).collect();
+    }
+    let mut order: Vec<usize> = (0..count).collect();
+    Rng::at(&[HELD_OUT_SEED]).shuffle(&mut order);
+    let out = ((count as f64 * fraction).round() as usize).min(count.saturating_sub(1));
+    let mut is_held_out = vec![false; count];
+    for &index in &order[..out] {
+        is_held_out[index] = true;
+    }
+    is_held_out
+}
+
 /// The paths of the config, which must have some.
 fn paths<'a>(config: &'a DataConfig, what: &str) -> Result<&'a [PathBuf], CliError> {
     match config.paths.as_slice() {
@@ -352,7 +397,8 @@ fn path<'a>(config: &'a DataConfig, what: &str) -> Result<&'a Path, CliError> {
     }
 }
 
-/// The tokenizer of the run: the one it began with, else that of the weights, else the config's.
+/// The tokenizer of the run: the one it began with, else the config's, else that of the weights. Weights of a
+/// language model have no use for a new one.
 fn tokenizer(
     config: &Config,
     prepared: &Path,
@@ -374,6 +420,17 @@ fn tokenizer(
                  data.tokenizer to the path of the one it was trained with"
             )));
         }
+        (Some(made @ ("bpe" | "bytes")), _) if weights.is_some() => {
+            let weights = weights.unwrap_or_default();
+            return Err(CliError::config(
+                "data.tokenizer",
+                format!(
+                    "{made:?} makes a new tokenizer, with which the embeddings of model.weights = {weights:?} mean \
+                     nothing: remove the key to use the tokenizer of the weights, or set it to the path of the \
+                     tokenizer.json that they were trained with"
+                ),
+            ));
+        }
         (None | Some("bpe"), _) => Tokenizer::train_bpe(texts()?.texts(), config.vocabulary)?,
         (Some("bytes"), _) => Tokenizer::bytes()?,
         (Some(path), _) => Tokenizer::open(path)?,
@@ -384,7 +441,7 @@ fn tokenizer(
 
 fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
     let data = &config.data;
-    let read = |paths: &[PathBuf]| Corpus::read(paths, &CorpusOptions::default());
+    let read = |paths: &[PathBuf]| Corpus::read(paths, &of_any_size());
     let paths = paths(data, "text files or folders")?;
     let tokenizer = tokenizer(config, prepared, pretrained, || Ok(read(paths)?))?;
     let stream = |name: &str, paths: &[PathBuf]| -> Result<TokenStream, CliError> {
@@ -421,18 +478,24 @@ fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Resu
     })
 }
 
-fn labelled_texts(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
+fn labelled_texts(
+    config: &Config,
+    prepared: &Path,
+    pretrained: Option<Tokenizer>,
+    way: HeldOut,
+) -> Result<Data, CliError> {
     let data = &config.data;
     let (train, evaluation) = match data.source {
         DataSource::Passages => Part::split(
             passages(paths(data, "text files or folders")?)?,
             data.evaluation_fraction,
+            way,
         ),
         _ => {
             let fields = TextFields::new(&data.text_field, &data.label_field);
             let train = table(path(data, "one JSONL or CSV file")?, &fields)?;
             match data.evaluation_paths.as_slice() {
-                [] => Part::split(train, data.evaluation_fraction),
+                [] => Part::split(train, data.evaluation_fraction, way),
                 [other, ..] => {
                     let fields = fields.with_classes(train.classes().to_vec());
                     let other = table(other, &fields)?;
@@ -471,6 +534,14 @@ fn labelled_texts(config: &Config, prepared: &Path, pretrained: Option<Tokenizer
     })
 }
 
+/// Texts of any size: what data.paths names is meant to be read.
+fn of_any_size() -> CorpusOptions {
+    CorpusOptions {
+        max_file_bytes: u64::MAX,
+        ..CorpusOptions::default()
+    }
+}
+
 fn table(path: &Path, fields: &TextFields) -> Result<TextExamples, CliError> {
     let csv = path
         .extension()
@@ -491,7 +562,7 @@ const FEWEST_PASSAGES: usize = 24;
 
 /// Passages of text files, labelled with the extension of their file.
 fn passages(paths: &[PathBuf]) -> Result<TextExamples, CliError> {
-    let corpus = Corpus::read(paths, &CorpusOptions::default())?;
+    let corpus = Corpus::read(paths, &of_any_size())?;
     let mut kinds: BTreeMap<String, Vec<String>> = BTreeMap::new();
     for document in corpus.documents() {
         let extension = document
@@ -530,4 +601,80 @@ fn passages(paths: &[PathBuf]) -> Result<TextExamples, CliError> {
         }));
     }
     Ok(TextExamples::new(examples, classes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever the order of the examples, those set aside are like all of them, and as many as asked for.
+    #[test]
+    fn what_is_set_aside_is_a_sample() {
+        for fraction in [0.0, 0.05, 0.25, 0.4, 0.5, 0.75, 0.99] {
+            for count in [1, 2, 10, 64, 400] {
+                let chosen = held_out(count, fraction, HeldOut::Random);
+                let expected = ((count as f64 * fraction).round() as usize).min(count - 1);
+                assert_eq!(chosen.len(), count);
+                assert_eq!(
+                    chosen.iter().filter(|&&out| out).count(),
+                    expected,
+                    "{count} {fraction}"
+                );
+                assert_eq!(chosen, held_out(count, fraction, HeldOut::Random));
+            }
+        }
+        // Labels that alternate: of both there are some.
+        let chosen = held_out(64, 0.25, HeldOut::Random);
+        let even = chosen.iter().step_by(2).filter(|&&out| out).count();
+        assert!((4..=12).contains(&even), "{even} of 16");
+    }
+
+    /// The labels of the batches of an evaluation.
+    fn evaluated(config: &Config) -> Vec<Vec<i32>> {
+        let folder = tempfile::tempdir().unwrap();
+        let cpu = KilnDevice::cpu();
+        let data = Data::open(config, &cpu, folder.path(), None, HeldOut::Random).unwrap();
+        let batches = data.evaluation().unwrap().unwrap();
+        batches.map(|batch| batch.unwrap().labels().to_vec()).collect()
+    }
+
+    #[test]
+    fn an_evaluation_has_all_examples_in_one_order_that_is_not_that_of_the_files() {
+        let folder = tempfile::tempdir().unwrap();
+        let rows = |name: &str, count: usize| {
+            let path = folder.path().join(name);
+            let row = |row: usize| format!("t{row},{}\n", if row < count / 2 { "a" } else { "b" });
+            std::fs::write(
+                &path,
+                format!("text,label\n{}", (0..count).map(row).collect::<String>()),
+            )
+            .unwrap();
+            path
+        };
+        let text = format!(
+            "[model]\nname = \"bert-minilm\"\n[data]\nsource = \"table\"\npaths = [{:?}]\n\
+             evaluation_paths = [{:?}]\nvocabulary = 300\nlength = 8\n[train]\nbatch_size = 8\n",
+            rows("train.csv", 16),
+            rows("other.csv", 21)
+        );
+        let config = |seed: &str| Config::parse(&text, "x.toml", &[format!("seed={seed}")]).unwrap();
+        let batches = evaluated(&config("0"));
+        assert_eq!(batches.iter().map(Vec::len).collect::<Vec<_>>(), [8, 8, 5]);
+        assert_eq!(batches.concat().iter().sum::<i32>(), 11);
+        assert!(
+            batches
+                .iter()
+                .all(|labels| labels.contains(&0) && labels.contains(&1)),
+            "{batches:?}"
+        );
+        assert_eq!(evaluated(&config("5")), batches, "runs with other seeds compare");
+    }
+
+    #[test]
+    fn a_run_of_an_earlier_version_keeps_its_examples() {
+        let chosen = held_out(12, 0.25, HeldOut::EveryNth);
+        let places: Vec<usize> = (0..12).filter(|&index| chosen[index]).collect();
+        assert_eq!(places, [3, 7, 11]);
+        assert!(!held_out(12, 0.0, HeldOut::EveryNth).contains(&true));
+    }
 }

@@ -21,6 +21,7 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use kiln::LossScale;
 use kiln_burn::random::{self, Stream};
@@ -30,6 +31,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use crate::config::OptimizerName;
+use crate::data::HeldOut;
 use crate::error::CliError;
 
 const STATE: &str = "state.json";
@@ -54,6 +56,9 @@ pub struct State {
     /// Whose state `optimizer.mpk` is; checkpoints of earlier versions do not say.
     #[serde(default)]
     pub optimizer: Option<OptimizerName>,
+    /// How examples are set aside for evaluation.
+    #[serde(default)]
+    pub held_out: HeldOut,
     /// SHA-256 of each other file, in hexadecimal.
     pub files: BTreeMap<String, String>,
 }
@@ -65,6 +70,7 @@ impl State {
         data: LoaderState,
         loss_scale: Option<LossScale>,
         optimizer: OptimizerName,
+        held_out: HeldOut,
     ) -> Self {
         let random = random::state().map(|Stream { seed, stream }| (seed, stream));
         Self {
@@ -73,6 +79,7 @@ impl State {
             random,
             loss_scale: loss_scale.map(|now| (now.scale, now.steps, now.skipped)),
             optimizer: Some(optimizer),
+            held_out,
             files: BTreeMap::new(),
         }
     }
@@ -147,6 +154,13 @@ impl Checkpoints {
         self.list().pop()
     }
 
+    /// Whether `checkpoint` is the one of `step` among them, which a later resume finds.
+    pub fn holds(&self, checkpoint: &Path, step: u64) -> bool {
+        let place = |path: &Path| path.canonicalize().ok();
+        let found = place(&self.folder.join(name_of(step)));
+        found.is_some() && found == place(checkpoint)
+    }
+
     /// Moves the checkpoints after `step`, from which a run goes on, out of the way: they are of another
     /// line, and neither the newest nor to be counted. Returns where they are now, oldest first.
     ///
@@ -206,7 +220,7 @@ impl Checkpoints {
             .map_err(|error| CliError::Usage(format!("{STATE}: {error}")))?;
         write_bytes_atomic(&unfinished.path().join(STATE), &json)?;
 
-        let target = self.folder.join(format!("step-{:08}", state.step));
+        let target = self.folder.join(name_of(state.step));
         if target.exists() {
             // The same step again, after a resume from an older checkpoint: the same contents.
             std::fs::remove_dir_all(&target).map_err(CliError::io("replace", &target))?;
@@ -228,19 +242,26 @@ impl Checkpoints {
         Ok(target)
     }
 
-    /// Removes folders that a killed program left unfinished. Only for the one process that trains here.
-    pub fn remove_unfinished(&self) {
+    /// Removes folders that a killed program left unfinished, at least `age` ago: nothing for the one process
+    /// that trains here, and longer than a checkpoint takes where there may be others.
+    pub fn remove_unfinished(&self, age: Duration) {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let is_old = |path: &Path| {
+            let changed = std::fs::metadata(path).and_then(|found| found.modified());
+            // A clock that was set back makes a folder of the future.
+            changed.is_ok_and(|changed| changed.elapsed().unwrap_or_default() >= age)
+        };
         for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED)) {
-            let _ = std::fs::remove_dir_all(entry.path());
+            if is_old(&entry.path()) {
+                let _ = std::fs::remove_dir_all(entry.path());
+            }
         }
     }
 }
 
-/// Whether a checkpoint was set aside.
-pub fn is_abandoned(checkpoint: &Path) -> bool {
-    let parent = checkpoint.parent().and_then(Path::file_name);
-    parent.is_some_and(|name| name == ABANDONED)
+/// The name of the checkpoint of a step.
+fn name_of(step: u64) -> String {
+    format!("step-{step:08}")
 }
 
 /// The step in a checkpoint folder's name.
@@ -372,7 +393,7 @@ mod tests {
             batch_size: 1,
             examples: 9,
         };
-        let state = State::now(step, data, None, OptimizerName::Sgd);
+        let state = State::now(step, data, None, OptimizerName::Sgd, HeldOut::Random);
         checkpoints.write(state, b"state", keep, |_| Ok(())).unwrap()
     }
 
@@ -410,6 +431,53 @@ mod tests {
     }
 
     #[test]
+    fn a_checkpoint_elsewhere_is_not_among_them() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        let written = write(&checkpoints, 20, 1);
+        let best = run.path().join("best/step-00000020");
+        std::fs::create_dir_all(&best).unwrap();
+        assert!(checkpoints.holds(&written, 20));
+        assert!(checkpoints.holds(&written.join("../step-00000020"), 20));
+        assert!(!checkpoints.holds(&written, 30));
+        assert!(!checkpoints.holds(&best, 20));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn unfinished_folders_are_removed_by_age() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        let folder = |name: &str, age: Duration| {
+            let folder = run.path().join("checkpoints").join(name);
+            std::fs::create_dir_all(&folder).unwrap();
+            let changed = std::time::SystemTime::now() - age;
+            File::open(folder).unwrap().set_modified(changed).unwrap();
+        };
+        let day = Duration::from_secs(24 * 60 * 60);
+        folder(".writing-old", 2 * day);
+        folder(".writing-now", Duration::ZERO);
+        folder("step-00000001", 2 * day);
+        let left = || names(&run.path().join("checkpoints"));
+        checkpoints.remove_unfinished(day);
+        assert_eq!(left(), [".writing-now", "step-00000001"]);
+        checkpoints.remove_unfinished(Duration::ZERO);
+        assert_eq!(left(), ["step-00000001"]);
+    }
+
+    #[test]
+    fn a_state_that_does_not_say_sets_every_nth_example_aside() {
+        let run = tempfile::tempdir().unwrap();
+        let written = write(&Checkpoints::of(run.path()), 20, 1);
+        assert_eq!(read_state(&written).unwrap().held_out, HeldOut::Random);
+        let path = written.join(STATE);
+        let mut state: serde_json::Value = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        state.as_object_mut().unwrap().remove("held_out").unwrap();
+        std::fs::write(&path, state.to_string()).unwrap();
+        assert_eq!(read_state(&written).unwrap().held_out, HeldOut::EveryNth);
+    }
+
+    #[test]
     fn another_optimizer_is_named() {
         let data = LoaderState {
             seed: 0,
@@ -418,7 +486,7 @@ mod tests {
             batch_size: 1,
             examples: 9,
         };
-        let state = State::now(1, data, None, OptimizerName::AdamW);
+        let state = State::now(1, data, None, OptimizerName::AdamW, HeldOut::Random);
         let check = |now| state.check_optimizer(Path::new("at"), now);
         assert!(check(OptimizerName::AdamW).is_ok() && check(OptimizerName::Adam).is_ok());
         let error = check(OptimizerName::Sgd).unwrap_err().to_string();

@@ -13,7 +13,7 @@ use crate::model::Model;
 /// The outcome of an evaluation.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Evaluation {
-    /// Mean loss over the batches.
+    /// Mean loss over the examples.
     pub loss: f32,
     /// Part of the examples whose likeliest class is theirs; none for language models.
     pub accuracy: Option<f64>,
@@ -73,22 +73,20 @@ impl Evaluator {
             return Ok(None);
         };
         let device = self.device;
-        let (mut sum, mut count, mut right, mut examples) = (0.0, 0usize, 0usize, 0usize);
+        let (mut sum, mut rows, mut right, mut examples) = (0.0, 0usize, 0usize, 0usize);
         for batch in batches.take(self.most) {
             let batch = batch?;
             let labels = batch.labels().to_vec();
+            // The last batch may be smaller: its mean counts for as many examples as it has.
+            let weight = batch.rows();
             let input = batch.tensors::<Kiln>(&device)?;
             let (loss, logits) = self.region.run(|| model.evaluate(input))?;
             let unreadable = |error| CliError::Usage(format!("the evaluation cannot be read: {error}"));
-            sum += loss
-                .try_into_data()
-                .map_err(unreadable)?
-                .iter::<f64>()
-                .next()
-                .unwrap_or(f64::NAN);
-            count += 1;
+            let loss = loss.try_into_data().map_err(unreadable)?;
+            sum += weight as f64 * loss.iter::<f64>().next().unwrap_or(f64::NAN);
+            rows += weight;
             if let Some(logits) = logits {
-                let [rows, classes] = logits.dims();
+                let [count, classes] = logits.dims();
                 let logits: Vec<f32> = logits
                     .try_into_data()
                     .map_err(unreadable)?
@@ -101,15 +99,15 @@ impl Evaluator {
                     .zip(&labels)
                     .filter(|(found, label)| *found == usize::try_from(**label).ok())
                     .count();
-                examples += rows;
+                examples += count;
             }
         }
-        if count == 0 {
+        if rows == 0 {
             return Ok(None);
         }
         let accuracy = (examples > 0).then(|| right as f64 / examples as f64);
         Ok(Some(Evaluation {
-            loss: (sum / count as f64) as f32,
+            loss: (sum / rows as f64) as f32,
             accuracy,
         }))
     }

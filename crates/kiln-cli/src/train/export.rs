@@ -12,7 +12,8 @@ use super::{Run, locate};
 /// Steps until a training step is known and replayed.
 const UNTIL_KNOWN: u64 = 2;
 
-/// `kiln export`. The run itself stays as it is: the command works in a temporary folder.
+/// `kiln export`. The run itself stays as it is: the command works in a temporary folder, with the data that
+/// the run has prepared.
 ///
 /// # Errors
 ///
@@ -30,9 +31,12 @@ pub fn command(arguments: &ExportArguments) -> Result<(), CliError> {
     // The step runs on the CPU wherever the run trains.
     config.train.device = "cpu".to_owned();
     config.train.backend = "cpu".to_owned();
+    // No text is printed.
+    config.sample.tokens = 0;
     let scratch = tempfile::tempdir().map_err(CliError::io("create", &std::env::temp_dir()))?;
     let ranks = Ranks::connect(&config)?;
-    let mut run = Run::open(config, scratch.path().to_path_buf(), Some(&from), ranks)?;
+    let place = scratch.path().to_path_buf();
+    let mut run = Run::open(config, place, Some(&folder.join("data")), Some(&from), ranks)?;
     let last = run.step + UNTIL_KNOWN;
     let mut progress = Progress::new(last, run.step, run.data.unit, 1);
     while run.step < last {

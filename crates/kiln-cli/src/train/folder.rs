@@ -14,6 +14,9 @@ const LOCK: &str = ".lock";
 const CONFIG: &str = "config.toml";
 /// How long a resumed run waits for the lock: ranks that a launcher has killed need a moment to end.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// Longer than any checkpoint takes to be written: what was begun before is left over, even where there are
+/// no locks to tell.
+const LONG_AGO: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A run's folder, claimed until this is dropped.
 #[derive(Debug)]
@@ -65,9 +68,10 @@ impl Claim {
                 path: folder.to_path_buf(),
             });
         }
-        if claim.lock.is_some() {
-            Checkpoints::of(folder).remove_unfinished();
-        }
+        Checkpoints::of(folder).remove_unfinished(match claim.lock {
+            Some(_) => Duration::ZERO,
+            None => LONG_AGO,
+        });
         Ok(claim)
     }
 

@@ -38,12 +38,13 @@ use kiln_profile::Category;
 use crate::architecture::Architecture;
 use crate::args::{EvalArguments, TrainArguments, parse_autocast, parse_weights};
 use crate::config::Config;
-use crate::data::{Data, HostBatch, pretrained_tokenizer};
+use crate::data::{Data, HeldOut, HostBatch, pretrained_tokenizer};
 use crate::error::CliError;
+use crate::generate::check_sample;
 use crate::model::{Family, Heads, freeze, initialise, not_finite, without_autodiff};
 use crate::show;
 pub use checkpoint::{Checkpoints, locate};
-use checkpoint::{State, damaged, is_abandoned, read_optimizer, read_state};
+use checkpoint::{State, damaged, read_optimizer, read_state};
 use evaluate::Evaluator;
 use folder::Claim;
 use log::{Entry, Log};
@@ -79,7 +80,7 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     let profile = arguments
         .profile
         .map(|steps| StepProfile::start(steps, ranks.rank()));
-    let mut run = Run::open(config, folder, from.as_deref(), ranks)?;
+    let mut run = Run::open(config, folder, None, from.as_deref(), ranks)?;
     run.profile = profile;
     interrupt::install();
     run.go()
@@ -104,7 +105,7 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     config.train.evaluation_batches = usize::MAX;
     let state = read_state(&from)?;
     let on = device(&config)?;
-    let data = Data::open(&config, &on, &folder.join("data"), None)?;
+    let data = Data::open(&config, &on, &folder.join("data"), None, state.held_out)?;
     let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
     let architecture = Architecture::read(&weights)?;
     architecture.check(&config, &data)?;
@@ -160,6 +161,27 @@ fn same_model(saved: &Config, now: &Config, from: &Path) -> Result<(), CliError>
     }
 }
 
+/// Makes sure that a resumed run asks for the data that it has prepared in its folder, which it has in any
+/// case. What it has not prepared yet may change until there is a checkpoint.
+fn same_data(saved: &Config, now: &Config, folder: &Path, from: Option<&Path>) -> Result<(), CliError> {
+    let saved = saved.data.kept();
+    for (file, what, now) in now.data.kept() {
+        let before = saved.iter().find(|(_, key, _)| *key == what);
+        if let Some((_, _, before)) = before
+            && *before != now
+            && (from.is_some() || folder.join("data").join(file).exists())
+        {
+            return Err(CliError::Prepared {
+                what: what.to_owned(),
+                saved: before.clone(),
+                now,
+                run: folder.to_path_buf(),
+            });
+        }
+    }
+    Ok(())
+}
+
 /// The error of data at which a run cannot go on from the checkpoint `from`.
 fn differs(error: CliError, from: &Path) -> CliError {
     let CliError::Data(DataError::Resume { what, saved, now }) = error else {
@@ -206,6 +228,8 @@ struct Run {
     device: KilnDevice,
     ranks: Ranks,
     data: Data,
+    /// How its examples for evaluation were chosen.
+    held_out: HeldOut,
     architecture: Architecture,
     trainer: Box<dyn Trainer>,
     /// Ids of the model's parameters in order.
@@ -220,6 +244,8 @@ struct Run {
     /// When the last loss was there.
     read_at: Instant,
     profile: Option<StepProfile>,
+    /// Why the trace could not be written, which ends the run only after all else is.
+    trace: Result<(), CliError>,
     last_checkpoint: Option<PathBuf>,
     /// The step of the last checkpoint.
     saved: Option<u64>,
@@ -228,8 +254,15 @@ struct Run {
 }
 
 impl Run {
-    /// Prepares a run in `folder`, from the checkpoint `from` if there is one.
-    fn open(config: Config, folder: PathBuf, from: Option<&Path>, ranks: Ranks) -> Result<Self, CliError> {
+    /// Prepares a run in `folder`, from the checkpoint `from` if there is one. Prepared files of the data are
+    /// in `data`, if not in the run's own folder.
+    fn open(
+        config: Config,
+        folder: PathBuf,
+        data: Option<&Path>,
+        from: Option<&Path>,
+        ranks: Ranks,
+    ) -> Result<Self, CliError> {
         let folder = ranks.folder(folder)?;
         let written = config.to_toml()?;
         let config = ranks.config(config);
@@ -262,12 +295,23 @@ impl Run {
         let is_new = !path.exists();
         if is_new {
             write_config()?;
-        } else if let Some(from) = from
-            && let Ok(saved) = Config::read(&path, &[])
-        {
-            same_model(&saved, &config, from)?;
+        } else if let Ok(saved) = Config::read(&path, &[]) {
+            if let Some(from) = from {
+                same_model(&saved, &config, from)?;
+            }
+            same_data(&saved, &config, &folder, from)?;
         }
-        let data = Data::open(&config, &device, &folder.join("data"), pretrained)?;
+        let held_out = state.as_ref().map_or(HeldOut::Random, |state| state.held_out);
+        let prepared = data.map_or_else(|| folder.join("data"), Path::to_path_buf);
+        // The tokenizer of a resumed run is that of its checkpoint, even if its prepared files are gone.
+        let kept = prepared.join("tokenizer.json");
+        if let (Some(_), Some(tokenizer), true) = (from, &pretrained, ranks.is_first())
+            && !kept.exists()
+        {
+            std::fs::create_dir_all(&prepared).map_err(CliError::io("create", &prepared))?;
+            tokenizer.save(&kept)?;
+        }
+        let data = Data::open(&config, &device, &prepared, pretrained, held_out)?;
         ranks.prepared(&folder)?;
         ranks.agree_on(state.as_ref())?;
         Kiln::seed(&device, config.seed);
@@ -279,6 +323,7 @@ impl Run {
             }
             _ => Architecture::resolve(&config, start_from.as_ref(), &data)?,
         };
+        check_sample(&config.sample, &architecture, &data)?;
         let mut model = architecture.init::<TrainBackend>(&device)?;
         if let Some(checkpoint) = &start_from {
             let heads = if from.is_some() { Heads::Stored } else { Heads::New };
@@ -288,6 +333,12 @@ impl Run {
             })?;
         }
         let order = initialise(&model);
+        // Errors of the run name its last checkpoint as one with finite parameters.
+        if let Some(from) = from
+            && let Some((path, value)) = not_finite(&model)?
+        {
+            return Err(damaged(from, format!("the parameter {path} is {value}")));
+        }
         let (model, frozen) = freeze(model, &config.model.freeze);
         if frozen == 0 && !config.model.freeze.is_empty() {
             return Err(CliError::config(
@@ -330,8 +381,11 @@ impl Run {
         if !is_new {
             write_config()?;
         }
-        // A checkpoint that was set aside itself goes before one of the same step.
-        let last = step.saturating_sub(u64::from(from.is_some_and(is_abandoned)));
+        // A checkpoint that lies elsewhere, such as one that was set aside, is written again, and goes before
+        // one of the same step. All ranks say the same, since they may write it together.
+        let is_elsewhere = from.is_some_and(|from| !Checkpoints::of(&folder).holds(from, step));
+        let is_elsewhere = ranks.any(is_elsewhere)?;
+        let last = step.saturating_sub(u64::from(is_elsewhere));
         let abandoned = match ranks.is_first() {
             true => Checkpoints::of(&folder).set_aside(last)?,
             false => Vec::new(),
@@ -346,13 +400,14 @@ impl Run {
         }
         ranks.share_random()?;
         let last_checkpoint = from.map(Path::to_path_buf);
-        let saved = from.filter(|from| !is_abandoned(from)).map(|_| step);
+        let saved = from.filter(|_| !is_elsewhere).map(|_| step);
         Ok(Self {
             config,
             folder,
             device,
             ranks,
             data,
+            held_out,
             architecture,
             trainer,
             order,
@@ -364,6 +419,7 @@ impl Run {
             under_way: None,
             read_at: Instant::now(),
             profile: None,
+            trace: Ok(()),
             last_checkpoint,
             saved,
             abandoned,
@@ -399,7 +455,7 @@ impl Run {
             progress.say(&format!("a later checkpoint was set aside: {}", moved.display()));
         }
         if self.step > 0 {
-            // One that was set aside itself is not what a later resume finds.
+            // A later resume does not find one that lies elsewhere.
             self.save()?;
         }
         let mut saved_at = Instant::now();
@@ -411,7 +467,7 @@ impl Run {
             }
             self.train_step(&mut progress)?;
             if self.profile.as_mut().is_some_and(StepProfile::step_done) {
-                self.finish_profile()?;
+                self.finish_profile(&progress);
             }
             if let Some(reason) = self
                 .trainer
@@ -426,7 +482,7 @@ impl Run {
             let every = |count: u64| count > 0 && done.is_multiple_of(count) && done < steps;
             if every(self.config.train.evaluate_every) {
                 self.look(&mut progress)?;
-                self.evaluate(&progress)?;
+                self.evaluate_or_save(&progress)?;
             }
             let minutes = self.config.train.checkpoint_minutes;
             let mut due = minutes > 0.0 && saved_at.elapsed().as_secs_f64() >= minutes * 60.0;
@@ -443,11 +499,12 @@ impl Run {
         }
         self.look(&mut progress)?;
         progress.finish();
-        self.finish_profile()?;
+        self.finish_profile(&progress);
         self.save()?;
-        self.evaluate(&progress)?;
+        self.evaluate_or_save(&progress)?;
         self.draw()?;
-        self.finish()?;
+        self.finish(&progress)?;
+        std::mem::replace(&mut self.trace, Ok(()))?;
         Ok(ExitCode::SUCCESS)
     }
 
@@ -575,6 +632,27 @@ impl Run {
         Ok(())
     }
 
+    /// Evaluates. What ends the run there takes no step with it: all ranks save first, whichever of them
+    /// failed.
+    fn evaluate_or_save(&mut self, progress: &Progress) -> Result<(), CliError> {
+        let evaluated = self.evaluate(progress);
+        let failed = match self.ranks.any(evaluated.is_err()) {
+            Err(_) if evaluated.is_err() => return evaluated,
+            failed => failed?,
+        };
+        if failed {
+            progress.finish();
+            let saved = self.save().and_then(|()| self.draw());
+            // A launcher ends all ranks when the first one ends: none does before rank 0 has written.
+            let all = self.ranks.any(saved.is_err());
+            saved?;
+            if evaluated.is_ok() {
+                all?;
+            }
+        }
+        evaluated
+    }
+
     fn evaluate(&mut self, progress: &Progress) -> Result<(), CliError> {
         let model = without_autodiff(self.trainer.model()?);
         if let Some(result) = self.evaluator.run(&model, &self.data)? {
@@ -584,10 +662,7 @@ impl Run {
                 loss: result.loss,
                 accuracy: result.accuracy,
             })?;
-            if let Err(error) = result.check(self.step) {
-                progress.finish();
-                return Err(error);
-            }
+            result.check(self.step)?;
         }
         Ok(())
     }
@@ -604,7 +679,8 @@ impl Run {
             };
         }
         let scale = self.trainer.loss_scale();
-        let state = State::now(self.step, self.batches.state(), scale, self.config.optimizer.name);
+        let (place, name) = (self.batches.state(), self.config.optimizer.name);
+        let state = State::now(self.step, place, scale, name, self.held_out);
         let optimizer = self.trainer.optimizer_state(&self.order)?;
         let model = self.trainer.whole_model()?;
         // The loss that was looked at is the one before the update.
@@ -626,7 +702,7 @@ impl Run {
         };
         let keep = self.config.train.keep;
         let written = Checkpoints::of(&self.folder).write(state, &optimizer, keep, write);
-        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder, keep))?);
+        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder))?);
         Ok(())
     }
 
@@ -641,18 +717,22 @@ impl Run {
         )?)
     }
 
-    /// Ends the profile, if there is one: writes the trace and prints where the time went.
-    fn finish_profile(&mut self) -> Result<(), CliError> {
-        match self.profile.take() {
-            Some(profile) => profile.write(&self.folder),
-            None => Ok(()),
+    /// Ends the profile, if there is one: writes the trace and prints where the time went. Training goes on
+    /// without a trace that cannot be written.
+    fn finish_profile(&mut self, progress: &Progress) {
+        let Some(profile) = self.profile.take() else {
+            return;
+        };
+        self.trace = profile.write(&self.folder);
+        if let Err(error) = &self.trace {
+            progress.say(&format!("training goes on without its trace: {error}"));
         }
     }
 
     /// Saves and ends after Ctrl-C.
     fn leave(&mut self, progress: &Progress) -> Result<ExitCode, CliError> {
         progress.finish();
-        self.finish_profile()?;
+        self.finish_profile(progress);
         self.save()?;
         self.draw()?;
         progress.say(&format!(
@@ -660,11 +740,12 @@ impl Run {
             self.step,
             self.folder.display()
         ));
+        std::mem::replace(&mut self.trace, Ok(()))?;
         Ok(ExitCode::from(interrupt::INTERRUPTED))
     }
 
     /// Prints the last lines of a finished run: where everything is and, for language models, a text.
-    fn finish(&self) -> Result<(), CliError> {
+    fn finish(&self, progress: &Progress) -> Result<(), CliError> {
         if !self.ranks.is_first() {
             return Ok(());
         }
@@ -685,14 +766,14 @@ impl Run {
             "checkpoint, log and curves are in {}",
             self.folder.display()
         ));
-        if self.config.sample.tokens > 0
-            && let Some(text) = crate::generate::sample(
-                &self.config.sample,
-                &without_autodiff(self.trainer.model()?),
-                &self.data,
-            )?
-        {
-            show::line(format_args!("\n{text}"));
+        if self.config.sample.tokens > 0 {
+            let model = without_autodiff(self.trainer.model()?);
+            match crate::generate::sample(&self.config.sample, &model, &self.data) {
+                Ok(Some(text)) => show::line(format_args!("\n{text}")),
+                Ok(None) => {}
+                // The run is finished and saved.
+                Err(error) => progress.say(&format!("there is no text to print: {error}")),
+            }
         }
         Ok(())
     }
