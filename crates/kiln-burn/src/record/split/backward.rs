@@ -32,6 +32,9 @@ impl Prepare {
     }
 }
 
+/// A backward pass for a loss of some outputs: for each output, whether it is one of them.
+type Part = (Vec<bool>, Arc<dyn Executable>);
+
 /// The backward pass of a function.
 pub(super) struct Backward {
     /// With all tangents.
@@ -41,8 +44,7 @@ pub(super) struct Backward {
     prepare: Prepare,
     whole: Arc<dyn Executable>,
     ran: CompileBackend,
-    /// For losses of some outputs: which those are.
-    parts: Mutex<Vec<(Vec<bool>, Arc<dyn Executable>)>>,
+    parts: Mutex<Vec<Part>>,
 }
 
 impl Backward {
@@ -79,7 +81,7 @@ impl Backward {
         Ok(part)
     }
 
-    fn parts(&self) -> MutexGuard<'_, Vec<(Vec<bool>, Arc<dyn Executable>)>> {
+    fn parts(&self) -> MutexGuard<'_, Vec<Part>> {
         self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
