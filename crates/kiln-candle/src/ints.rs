@@ -133,29 +133,11 @@ pub(crate) fn sum_last(x: &Tensor, dtype: DType) -> Result<Tensor> {
     join(&hi.sum(axis)?, &lo.sum(axis)?)
 }
 
-/// Mean along the last dimension with `counts >= 1` as divisors, truncated toward zero: of the exact sum,
-/// which for 64-bit types has more than 64 bits.
+/// Mean along the last dimension with `counts >= 1` as divisors, truncated toward zero: of the sum in 64 bits,
+/// where it wraps.
 pub(crate) fn mean_last(x: &Tensor, counts: &Tensor, dtype: DType) -> Result<Tensor> {
-    let axis = x.rank() - 1;
-    if !is_64(dtype) {
-        return div(&x.sum(axis)?, counts, dtype);
-    }
-    let (hi, lo) = split(x)?;
-    let hi = if dtype == DType::U64 { low(&hi)? } else { hi };
-    let (hi, lo) = (hi.sum(axis)?, lo.sum(axis)?);
-    // Long division of hi * 2^32 + lo, rounding down: the rest of the first digit is not negative.
-    let zero = int(&hi, 0)?;
-    let first = hi.div(counts)?;
-    let below = both(&hi.lt(&zero)?, &first.mul(counts)?.ne(&hi)?)?.to_dtype(CandleType::I64)?;
-    let first = first.sub(&below)?;
-    let rest = hi.sub(&first.mul(counts)?)?.mul(&int(&hi, LIMB)?)?.add(&lo)?;
-    let second = rest.div(counts)?;
-    let mean = join(&first, &second)?;
-    let inexact = second.mul(counts)?.ne(&rest)?;
-    if dtype == DType::U64 {
-        return Ok(mean);
-    }
-    mean.add(&both(&mean.lt(&zero)?, &inexact)?.to_dtype(CandleType::I64)?)
+    let wide = if is_64(dtype) { dtype } else { DType::I64 };
+    div(&sum_last(x, wide)?, counts, wide)
 }
 
 /// `x` with slices of `src` added at `at` along `axis`.
