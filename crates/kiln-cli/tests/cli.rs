@@ -624,28 +624,8 @@ fn a_parameter_that_is_no_number_is_not_saved() {
     assert_eq!(place.checkpoints("run"), ["step-00000002"]);
 }
 
-#[test]
-fn an_evaluation_that_is_no_number_is_a_failure() {
-    let place = new_place();
-    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "1"];
-    // Every parameter moves by as much: products overflow, and the parameters do not.
-    let large = [
-        "--set",
-        "schedule.rate=1e15",
-        "--set",
-        "schedule.warmup=0",
-        "--set",
-        "optimizer.weight_decay=0.0",
-    ];
-    let error = place.fails(&[&train[..], &large].concat());
-    assert!(error.contains("the evaluation loss is "), "{error}");
-    let log = std::fs::read_to_string(place.path("run/log.jsonl")).unwrap();
-    assert!(log.lines().last().unwrap().contains("\"loss\":null"), "{log}");
-    let error = place.fails(&["eval", "--run", "run"]);
-    assert!(error.contains("the evaluation loss is "), "{error}");
-}
-
-/// Makes every parameter so large that an evaluation of the next model overflows.
+/// Makes every parameter so large that an evaluation of the next model overflows: each moves by as much, so
+/// that products overflow and the parameters do not.
 const OVERFLOWING: [&str; 8] = [
     "--set",
     "schedule.rate=1e15",
@@ -656,6 +636,18 @@ const OVERFLOWING: [&str; 8] = [
     "--set",
     "train.checkpoint_every=0",
 ];
+
+#[test]
+fn an_evaluation_that_is_no_number_is_a_failure() {
+    let place = new_place();
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "1"];
+    let error = place.fails(&[&train[..], &OVERFLOWING].concat());
+    assert!(error.contains("the evaluation loss is "), "{error}");
+    let log = std::fs::read_to_string(place.path("run/log.jsonl")).unwrap();
+    assert!(log.lines().last().unwrap().contains("\"loss\":null"), "{log}");
+    let error = place.fails(&["eval", "--run", "run"]);
+    assert!(error.contains("the evaluation loss is "), "{error}");
+}
 
 #[test]
 fn an_evaluation_that_fails_takes_no_step_with_it() {

@@ -335,7 +335,7 @@ impl SplitStep {
             gpu,
             options: half,
         };
-        let (forward, ran) = prepare.prepare(split.forward).map_err(failed)?;
+        let (forward, ran) = prepare.prepare(Arc::new(split.forward)).map_err(failed)?;
         let backward = Backward::new(split.backward, split.saved.len(), prepare).map_err(failed)?;
         let planned = ran.compiles() && backward.compiles();
         Ok(Self {

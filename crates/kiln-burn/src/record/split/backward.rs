@@ -21,14 +21,14 @@ impl Prepare {
     /// The executable for `graph`, and the backend that it runs on.
     pub(super) fn prepare(
         &self,
-        graph: Graph,
+        graph: Arc<Graph>,
     ) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
         let Self {
             backend,
             gpu,
             options,
         } = self;
-        execute::prepare(*backend, *gpu, Arc::new(graph), options, Setting::default())
+        execute::prepare(*backend, *gpu, graph, options, Setting::default())
     }
 }
 
@@ -38,7 +38,7 @@ type Part = (Vec<bool>, Arc<dyn Executable>);
 /// The backward pass of a function.
 pub(super) struct Backward {
     /// With all tangents.
-    graph: Graph,
+    graph: Arc<Graph>,
     /// How many tensors of the forward pass it takes before the tangents.
     saved: usize,
     prepare: Prepare,
@@ -49,6 +49,7 @@ pub(super) struct Backward {
 
 impl Backward {
     pub(super) fn new(graph: Graph, saved: usize, prepare: Prepare) -> Result<Self, ExecuteError> {
+        let graph = Arc::new(graph);
         let (whole, ran) = prepare.prepare(graph.clone())?;
         Ok(Self {
             graph,
@@ -75,7 +76,7 @@ impl Backward {
             return Ok(part.clone());
         }
         let graph = without_tangents(&self.graph, self.saved, given).map_err(CompileError::from)?;
-        let (part, _) = self.prepare.prepare(graph)?;
+        let (part, _) = self.prepare.prepare(Arc::new(graph))?;
         let part: Arc<dyn Executable> = part.into();
         parts.push((given.to_vec(), part.clone()));
         Ok(part)
