@@ -164,6 +164,16 @@ impl Tokenizer {
         write_bytes_atomic(path.as_ref(), text.as_bytes())
     }
 
+    /// Whether both give every text the same ids: they would be written as the same file, but for its
+    /// settings for batches.
+    ///
+    /// # Errors
+    /// [`HubError::Tokenizer`].
+    pub fn is_same(&self, other: &Self) -> Result<bool, HubError> {
+        let [own, others] = [self, other].map(|one| one.inner.to_string(false));
+        Ok(own.map_err(failed)? == others.map_err(failed)?)
+    }
+
     /// Rows that a table of embeddings needs: one more than the largest id, added tokens included. Where the
     /// file leaves gaps between its ids that is more than the number of tokens.
     pub fn vocabulary(&self) -> usize {
@@ -217,9 +227,9 @@ impl Tokenizer {
     }
 
     /// Encodes one text that is data: without special tokens around it, in pieces of `size` bytes or more
-    /// where that gives the same tokens, in one where nobody knows.
+    /// where that gives the same tokens, as a whole where nobody knows.
     pub(crate) fn encode_data(&self, text: &str, size: usize) -> Result<Vec<u32>, HubError> {
-        if !self.splits_at_newlines() {
+        if !self.splits_at_words() {
             return self.encode(text, false);
         }
         let mut ids = Vec::new();
@@ -231,7 +241,7 @@ impl Tokenizer {
 
     /// Whether a text that [`pieces`] cuts has the same tokens: it is split by the pattern from which these
     /// follow, and nothing sees it before.
-    fn splits_at_newlines(&self) -> bool {
+    fn splits_at_words(&self) -> bool {
         let splits = match self.inner.get_pre_tokenizer() {
             Some(PreTokenizerWrapper::ByteLevel(level)) => level.use_regex && !level.add_prefix_space,
             _ => false,
@@ -412,42 +422,42 @@ mod tests {
 
     proptest! {
         #![proptest_config(ProptestConfig { cases: 256, failure_persistence: None, ..Default::default() })]
-        /// Cut at every line that permits it, a text has the same tokens, and so has what is trained on it.
+        /// Cut wherever that is permitted, a text has the same tokens, and so has what is trained on it.
         #[test]
         fn pieces_change_no_token(
-            text in "([a-c']| |\\n|\\r|\\t|'s|[.,!]|1|é|中|。|\u{a0}|\u{3000}|<\\|endoftext\\|>){0,80}"
+            text in "([a-c']| |\\n|\\r|\\t|'s|[.,!]|1|é|中|。|\u{a0}|\u{3000}|\u{85}|\u{200b}|\u{301}|<\\|endoftext\\|>){0,80}"
         ) {
             let trained = Tokenizer::train_on([text.as_str()].into_iter(), 300).unwrap();
             let cut = Tokenizer::train_on(pieces(&text, 1), 300).unwrap();
             prop_assert_eq!(trained.inner.to_string(false).unwrap(), cut.inner.to_string(false).unwrap());
             let literal = trained.literal();
-            prop_assert!(literal.splits_at_newlines());
+            prop_assert!(literal.splits_at_words());
             prop_assert_eq!(literal.encode_data(&text, 1).unwrap(), literal.encode(&text, false).unwrap());
         }
     }
 
     #[test]
-    fn texts_of_tokenizers_that_may_join_lines_stay_whole() {
+    fn texts_of_tokenizers_that_may_join_words_stay_whole() {
         let literal = Tokenizer::bytes().unwrap().literal();
-        assert!(literal.splits_at_newlines());
+        assert!(literal.splits_at_words());
         assert!(
-            !Tokenizer::bytes().unwrap().splits_at_newlines(),
+            !Tokenizer::bytes().unwrap().splits_at_words(),
             "special tokens are found"
         );
         let mut added = literal.clone();
         added.inner.add_tokens([AddedToken::from("a\nb", false)]).unwrap();
-        assert!(!added.splits_at_newlines());
+        assert!(!added.splits_at_words());
         assert_eq!(added.encode_data("a\nb", 1).unwrap().len(), 1);
         let mut whole = literal.clone();
         whole
             .inner
             .with_pre_tokenizer(Some(ByteLevel::new(false, true, false)));
-        assert!(!whole.splits_at_newlines());
+        assert!(!whole.splits_at_words());
         let mut prefixed = literal;
         prefixed
             .inner
             .with_pre_tokenizer(Some(ByteLevel::new(true, true, true)));
-        assert!(!prefixed.splits_at_newlines());
+        assert!(!prefixed.splits_at_words());
     }
 
     #[test]
@@ -521,6 +531,12 @@ mod tests {
         });
         tokenizer.save(&path).unwrap();
         let read = Tokenizer::open(&path).unwrap();
+        assert!(read.is_same(&tokenizer).unwrap());
+        read.save(&path).unwrap();
+        let again = Tokenizer::open(&path).unwrap();
+        assert!(again.is_same(&read).unwrap() && again.is_same(&tokenizer).unwrap());
+        let other = Tokenizer::train_bpe(corpus().into_iter(), 301).unwrap();
+        assert!(!other.is_same(&tokenizer).unwrap());
         let text = corpus().concat();
         assert!(
             read.encode(&text, true).unwrap().len() > 100,

@@ -179,12 +179,10 @@ impl Corpus {
                 Kind::Folder if options.skip_folders.contains(&name) => {}
                 Kind::Folder => self.walk(&path, options, entered)?,
                 Kind::File if is_text(&path, options) => self.add_file(&path, options)?,
-                Kind::Other
-                    if path.is_symlink() && (path.extension().is_none() || is_text(&path, options)) =>
-                {
+                Kind::DeadLink if path.extension().is_none() || is_text(&path, options) => {
                     self.left_out.dangling += 1;
                 }
-                Kind::File | Kind::Other => {}
+                Kind::File | Kind::DeadLink | Kind::Other => {}
             }
         }
         Ok(())

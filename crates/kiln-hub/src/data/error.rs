@@ -31,6 +31,18 @@ pub enum DataError {
         reason: String,
     },
 
+    /// A link among the data leads nowhere: what it stood for would be missing, or count as something else.
+    #[error(
+        "{} is a link to {}, which is not there or cannot be read: restore what it leads to, or remove the link",
+        path.display(), target.display()
+    )]
+    DeadLink {
+        /// The link.
+        path: PathBuf,
+        /// What it leads to.
+        target: PathBuf,
+    },
+
     /// There is nothing to learn from: no files, no examples, or fewer tokens than one window.
     #[error("{place}: {reason}")]
     Empty {
@@ -108,6 +120,12 @@ impl DataError {
             line,
             reason: reason.to_string(),
         }
+    }
+
+    pub(crate) fn dead_link(path: impl AsRef<Path>) -> Self {
+        let path = path.as_ref().to_path_buf();
+        let target = std::fs::read_link(&path).unwrap_or_default();
+        Self::DeadLink { path, target }
     }
 
     pub(crate) fn empty(place: impl AsRef<Path>, reason: impl ToString) -> Self {

@@ -2,7 +2,8 @@
 //!
 //! The layout is torchvision's `ImageFolder`: `root/class/…/name.png`. Classes and files are in the order of
 //! their names; links to folders and files are followed. Files are found when the folder is opened and
-//! decoded when they are asked for.
+//! decoded when they are asked for. A link that leads nowhere is an error: without its class, the labels of
+//! the classes behind it would be others.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +22,8 @@ impl ImageFolder {
     /// Finds the PNG and JPEG files below each subfolder of `root`.
     ///
     /// # Errors
-    /// [`DataError::Io`]; [`DataError::Empty`] if a class has no images or there is no class.
+    /// [`DataError::Io`]; [`DataError::Empty`] if a class has no images or there is no class;
+    /// [`DataError::DeadLink`] if one of them is a link that leads nowhere.
     pub fn open(root: impl AsRef<Path>) -> Result<Self, DataError> {
         let root = root.as_ref();
         let classes = subfolders(root)?.into_iter().map(|(name, _)| name).collect();
@@ -67,17 +69,14 @@ impl ImageFolder {
             return Ok(());
         }
         for (path, kind) in list(folder)? {
-            if kind == Kind::Folder {
-                self.add(&path, class, entered)?;
-                continue;
-            }
-            let extension = path
-                .extension()
-                .unwrap_or_default()
-                .to_string_lossy()
-                .to_lowercase();
-            if ["png", "jpg", "jpeg"].contains(&&*extension) {
-                self.files.push((path, class));
+            match kind {
+                Kind::Folder => self.add(&path, class, entered)?,
+                Kind::File if is_picture(&path) => self.files.push((path, class)),
+                // Without an extension it may have been a folder.
+                Kind::DeadLink if is_picture(&path) || (path.extension().is_none() && !is_hidden(&path)) => {
+                    return Err(DataError::dead_link(path));
+                }
+                Kind::File | Kind::DeadLink | Kind::Other => {}
             }
         }
         Ok(())
@@ -94,14 +93,32 @@ impl ImageFolder {
     }
 }
 
+/// Whether a name is that of a picture.
+fn is_picture(path: &Path) -> bool {
+    let extension = path.extension().unwrap_or_default().to_string_lossy();
+    ["png", "jpg", "jpeg"].contains(&&*extension.to_lowercase())
+}
+
+fn is_hidden(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_encoded_bytes().starts_with(b".")
+}
+
 /// Names and paths of the subfolders that are classes, by name.
 fn subfolders(root: &Path) -> Result<Vec<(String, PathBuf)>, DataError> {
-    let named = list(root)?.into_iter().filter(|(_, kind)| *kind == Kind::Folder);
-    let named = named.map(|(path, _)| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().to_string();
-        (name, path)
-    });
-    Ok(named.filter(|(name, _)| !name.starts_with('.')).collect())
+    let mut found = Vec::new();
+    for (path, kind) in list(root)? {
+        match kind {
+            _ if is_hidden(&path) => {}
+            Kind::Folder => {
+                let name = path.file_name().unwrap_or_default().to_string_lossy();
+                found.push((name.to_string(), path));
+            }
+            Kind::DeadLink => return Err(DataError::dead_link(path)),
+            Kind::File | Kind::Other => {}
+        }
+    }
+    Ok(found)
 }
 
 impl ImageSource for ImageFolder {

@@ -13,7 +13,9 @@ use super::error::DataError;
 pub(super) enum Kind {
     Folder,
     File,
-    /// A link whose target is not there, or no file at all: a socket, a device.
+    /// A link whose target is not there, or cannot be reached.
+    DeadLink,
+    /// No file at all: a socket, a pipe, a device.
     Other,
 }
 
@@ -29,6 +31,7 @@ pub(super) fn list(folder: &Path) -> Result<Vec<(PathBuf, Kind)>, DataError> {
         let kind = match std::fs::metadata(&path) {
             Ok(found) if found.is_dir() => Kind::Folder,
             Ok(found) if found.is_file() => Kind::File,
+            Err(_) if path.is_symlink() => Kind::DeadLink,
             _ => Kind::Other,
         };
         entries.push((path, kind));

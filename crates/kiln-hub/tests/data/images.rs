@@ -179,6 +179,34 @@ fn classes_may_be_links() {
     assert_eq!(labels, [0, 0, 1]);
 }
 
+#[cfg(unix)]
+#[test]
+fn links_that_lead_nowhere_are_no_classes_and_no_pictures() {
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    let folder = tempfile::tempdir().unwrap();
+    let root = folder.path();
+    write(root, "b/0.png", png(2, 2, |_, _| [0; 3]));
+    // What is no class and no picture may be anything.
+    symlink("gone", root.join(".cache")).unwrap();
+    symlink("gone", root.join("b/notes.txt")).unwrap();
+    symlink("gone", root.join("b/.cache")).unwrap();
+    let _socket = UnixListener::bind(root.join("b/1.png")).unwrap();
+    let source = ImageFolder::open(root).unwrap();
+    assert_eq!(source.files(), [(root.join("b/0.png"), 0)]);
+    for link in ["a", "b/2.png", "b/deep"] {
+        let link = root.join(link);
+        symlink("gone", &link).unwrap();
+        let error = ImageFolder::open(root).unwrap_err();
+        assert!(
+            matches!(&error, DataError::DeadLink { path, target } if *path == link && *target == *"gone"),
+            "{error}"
+        );
+        std::fs::remove_file(link).unwrap();
+    }
+}
+
 #[test]
 fn cifar_files() {
     let folder = tempfile::tempdir().unwrap();
