@@ -8,6 +8,8 @@ use kiln_hub::HubError;
 use kiln_hub::data::DataError;
 use kiln_models::ModelError;
 
+use crate::train::Checkpoints;
+
 /// Why a command failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CliError {
@@ -48,6 +50,19 @@ pub enum CliError {
         /// The folder.
         path: PathBuf,
     },
+    /// A run has no checkpoint, but had some: it would begin anew, and lose its log, unasked.
+    #[error(
+        "{} has no checkpoint, but {reason}: {remedy}, or start another run with `kiln train --config {}` and --out",
+        run.display(), run.join("config.toml").display()
+    )]
+    NoneLeft {
+        /// The run's folder.
+        run: PathBuf,
+        /// What says so.
+        reason: String,
+        /// What to do.
+        remedy: String,
+    },
     /// The run's folder holds another run.
     #[error(
         "{} already holds a run; continue it with `kiln train --resume {}`, or choose another folder with --out",
@@ -85,29 +100,37 @@ pub enum CliError {
     },
     /// A resumed run asks for other data than it has prepared.
     #[error(
-        "{what} is {saved} in the run {}, and {now} now, but the run goes on with what it prepared in {}: leave it at \
-         {saved}, or start another run without --resume",
-        run.display(), run.join("data").display()
+        "{what} is {saved} in what the run has prepared in {}, with which it goes on, and {now} now: leave it at {saved}, \
+         or start another run without --resume",
+        prepared.display()
     )]
     Prepared {
         /// The key that differs.
         what: String,
-        /// In the run's config.
+        /// In what is prepared.
         saved: String,
         /// Now.
         now: String,
-        /// The run's folder.
-        run: PathBuf,
+        /// The folder of what is prepared.
+        prepared: PathBuf,
+    },
+    /// What a run has prepared is made with another tokenizer than its checkpoint.
+    #[error(
+        "{} is another tokenizer than that of the checkpoint {}, to which its tokens mean something else: remove {}, and \
+         the data is prepared again with the checkpoint's tokenizer",
+        prepared.join("tokenizer.json").display(), checkpoint.display(), prepared.display()
+    )]
+    Tokenizer {
+        /// The folder of the prepared files.
+        prepared: PathBuf,
+        /// The checkpoint.
+        checkpoint: PathBuf,
     },
     /// There is no space for a checkpoint.
-    #[error(
-        "{source}: the disk is full. The checkpoints before this one are whole; free some space, and go on with \
-         `kiln train --resume {}`. What this run can do without: all of {}, and all of {} but the newest",
-        run.display(), run.join("abandoned").display(), run.join("checkpoints").display()
-    )]
+    #[error("{source}: the disk is full. {}", .room.remedy())]
     DiskFull {
-        /// The run's folder.
-        run: PathBuf,
+        /// What the run has, and what it can do without.
+        room: Room,
         /// What failed.
         source: Box<CliError>,
     },
@@ -130,13 +153,16 @@ pub enum CliError {
     /// The loss of an evaluation is not a number.
     #[error(
         "the evaluation loss is {loss} after step {step}: the model overflows on the examples set aside. Look for \
-         extreme values among them, or go on from an earlier checkpoint with a lower schedule.rate"
+         extreme values among them, or take a lower schedule.rate, {}",
+        earlier(checkpoint.as_deref())
     )]
     Evaluation {
         /// Optimizer steps done.
         step: u64,
         /// The loss.
         loss: f32,
+        /// The newest checkpoint before that step.
+        checkpoint: Option<PathBuf>,
     },
     /// A name that the command does not know.
     #[error("unknown {what} `{name}`{}; known: {known}", did_you_mean(hint.as_deref()))]
@@ -198,14 +224,14 @@ impl CliError {
         }
     }
 
-    /// The error of writing a checkpoint of `run`, which says so if the disk is full.
-    pub(crate) fn of_checkpoint(self, run: &Path) -> Self {
+    /// The error of writing a checkpoint of `run`, or of copying `from`, which says so if the disk is full.
+    pub(crate) fn of_checkpoint(self, run: &Path, from: Option<&Path>) -> Self {
         let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(&self);
         while let Some(error) = cause {
             let kind = error.downcast_ref().map(std::io::Error::kind);
             if matches!(kind, Some(ErrorKind::StorageFull | ErrorKind::QuotaExceeded)) {
                 return Self::DiskFull {
-                    run: run.to_path_buf(),
+                    room: Room::of(run, from),
                     source: Box::new(self),
                 };
             }
@@ -227,6 +253,71 @@ impl CliError {
             hint,
             known: known.join(", "),
         }
+    }
+}
+
+/// What a run has when its disk is full.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Room {
+    /// What it goes on with: its own folder, or a checkpoint.
+    resume: PathBuf,
+    /// Whether it goes on, and does not begin again.
+    goes_on: bool,
+    /// Its checkpoints, all but the newest of which it can do without; none if it has none.
+    checkpoints: Option<PathBuf>,
+    /// The checkpoints that it can do without, all of them.
+    abandoned: Option<PathBuf>,
+}
+
+impl Room {
+    /// Of `run`, if it has to go on from `from`.
+    fn of(run: &Path, from: Option<&Path>) -> Self {
+        let all = Checkpoints::of(run);
+        let abandoned = all.abandoned().to_path_buf();
+        let is_in = |folder: &Path| {
+            let folder = folder.canonicalize();
+            let from = from.and_then(|from| from.canonicalize().ok());
+            folder.is_ok_and(|folder| from.is_some_and(|from| from.starts_with(folder)))
+        };
+        let has_some = all.last().is_some();
+        Self {
+            resume: from.unwrap_or(run).to_path_buf(),
+            goes_on: from.is_some() || has_some,
+            // What is left must have a checkpoint to go on with.
+            abandoned: (has_some && abandoned.is_dir() && !is_in(&abandoned)).then_some(abandoned),
+            checkpoints: (has_some && !is_in(all.folder())).then(|| all.folder().to_path_buf()),
+        }
+    }
+
+    fn remedy(&self) -> String {
+        let whole = match self.goes_on {
+            true => "The checkpoints before this one are whole; free some space, and go on",
+            false => "The run has no checkpoint yet: free some space, and begin again",
+        };
+        let mut text = format!("{whole} with `kiln train --resume {}`", self.resume.display());
+        let spare = [
+            self.abandoned
+                .as_ref()
+                .map(|path| format!("all of {}", path.display())),
+            self.checkpoints
+                .as_ref()
+                .map(|path| format!("all of {} but the newest", path.display())),
+        ];
+        let spare: Vec<String> = spare.into_iter().flatten().collect();
+        if !spare.is_empty() {
+            text += &format!(". What this run can do without: {}", spare.join(", and "));
+        }
+        text
+    }
+}
+
+fn earlier(checkpoint: Option<&Path>) -> String {
+    match checkpoint {
+        Some(path) => format!(
+            "from the checkpoint before it: kiln train --resume {}",
+            path.display()
+        ),
+        None => "in another run: there is no checkpoint before it".to_owned(),
     }
 }
 
@@ -280,27 +371,49 @@ mod tests {
     #[test]
     fn a_full_disk_is_named_with_the_remedy() {
         let full = || std::io::Error::from(ErrorKind::StorageFull);
-        let run = Path::new("runs/a");
-        let io = CliError::io("create a folder in", "runs/a/checkpoints")(full());
-        let hub = CliError::from(HubError::Io {
-            action: "write",
-            path: "model.safetensors".into(),
-            source: full(),
-        });
-        for error in [io, hub] {
-            let text = error.of_checkpoint(run).to_string();
-            for part in [
-                "disk is full",
-                "runs/a/abandoned",
-                "runs/a/checkpoints but the newest",
-                "--resume runs/a",
-            ] {
+        let place = tempfile::tempdir().unwrap();
+        let run = place.path();
+        let [older, elsewhere] =
+            ["checkpoints/step-00000004", "abandoned/step-00000008"].map(|name| run.join(name));
+        let io = || CliError::io("create a folder in", "runs/a/checkpoints")(full());
+        let hub = || {
+            CliError::from(HubError::Io {
+                action: "write",
+                path: "model.safetensors".into(),
+                source: full(),
+            })
+        };
+        let told = |error: CliError, from: Option<&Path>, parts: &[&str], not: &[&str]| {
+            let text = error.of_checkpoint(run, from).to_string();
+            let text = text.replace(&*run.to_string_lossy(), "RUN");
+            for part in ["disk is full", "free some space"].iter().chain(parts) {
                 assert!(text.contains(part), "{part}: {text}");
             }
             // Nothing is removed before a checkpoint is written, however few are kept.
-            assert!(!text.contains("train.keep"), "{text}");
-        }
-        let other = CliError::io("read", "x")(ErrorKind::NotFound.into()).of_checkpoint(run);
+            for part in ["train.keep"].iter().chain(not) {
+                assert!(!text.contains(part), "{part}: {text}");
+            }
+        };
+        told(io(), None, &["no checkpoint yet", "--resume RUN`"], &["without"]);
+        // The only checkpoint of all is the one to be copied.
+        std::fs::create_dir_all(&elsewhere).unwrap();
+        let source = "--resume RUN/abandoned/step-00000008`";
+        told(hub(), Some(&elsewhere), &[source], &["without"]);
+        std::fs::create_dir_all(older).unwrap();
+        let checkpoints = "RUN/checkpoints but the newest";
+        told(
+            hub(),
+            Some(&elsewhere),
+            &[source, checkpoints],
+            &["all of RUN/abandoned"],
+        );
+        told(
+            io(),
+            None,
+            &["--resume RUN`", "all of RUN/abandoned, and", checkpoints],
+            &[],
+        );
+        let other = CliError::io("read", "x")(ErrorKind::NotFound.into()).of_checkpoint(run, None);
         assert!(matches!(other, CliError::Io { .. }), "{other}");
     }
 

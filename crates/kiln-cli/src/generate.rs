@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::module::Module;
 use kiln::Kiln;
 use kiln_hub::{Checkpoint, Config, HubError, Tokenizer};
-use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig};
+use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig, RopeScaling};
 
 use crate::architecture::Architecture;
 use crate::args::GenerateArguments;
@@ -127,18 +127,23 @@ pub fn check_sample(config: &SampleConfig, sizes: &Architecture, data: &Data) ->
     if config.tokens == 0 {
         return Ok(());
     }
+    check_prompt(&config.prompt, sizes, tokenizer)
+}
+
+/// [`check_sample`] of a prompt.
+fn check_prompt(prompt: &str, sizes: &LlamaConfig, tokenizer: &Tokenizer) -> Result<(), CliError> {
     let refuse = |reason: String| {
         Err(CliError::config(
             "sample.prompt",
             format!("{reason}, or set sample.tokens = 0 to print no text at the end"),
         ))
     };
-    match (
-        tokenizer.encode(&config.prompt, true)?.len(),
-        sizes.max_position_embeddings,
-    ) {
-        (0, _) => refuse("it has no token: give the beginning of a text".to_owned()),
-        (tokens, most) if tokens > most => refuse(format!(
+    // Dynamic scaling stretches the positions as far as a text goes, see `Llama::max_positions`.
+    let has_limit = !matches!(sizes.rope_scaling, RopeScaling::Dynamic { .. });
+    let most = sizes.max_position_embeddings;
+    match tokenizer.encode(prompt, true)?.len() {
+        0 => refuse("it has no token: give the beginning of a text".to_owned()),
+        tokens if has_limit && tokens > most => refuse(format!(
             "it has {tokens} tokens, but the model's longest text has {most}: shorten it"
         )),
         _ => Ok(()),
@@ -235,6 +240,27 @@ mod tests {
         assert_eq!(stop_tokens(&checkpoint, &sizes, &tokenizer).unwrap(), [256]);
         sizes.eos_token_ids = vec![7];
         assert_eq!(stop_tokens(&checkpoint, &sizes, &tokenizer).unwrap(), [7]);
+    }
+
+    /// What is refused is what the model itself would not take.
+    #[test]
+    fn prompts_are_as_long_as_the_model_takes_them() {
+        let tokenizer = Tokenizer::bytes().unwrap();
+        for scaling in [
+            RopeScaling::None,
+            RopeScaling::Linear { factor: 2.0 },
+            RopeScaling::Dynamic { factor: 2.0 },
+        ] {
+            let sizes = LlamaConfig::new(257, 8, 8, 1, 1)
+                .with_max_position_embeddings(4)
+                .with_rope_scaling(scaling);
+            let limit = sizes.init::<Kiln>(&KilnDevice::cpu()).max_positions();
+            for prompt in ["abcd", "abcde"] {
+                let taken = limit.is_none_or(|most| prompt.len() <= most);
+                let checked = check_prompt(prompt, &sizes, &tokenizer);
+                assert_eq!(checked.is_ok(), taken, "{prompt}, {limit:?}: {checked:?}");
+            }
+        }
     }
 
     #[test]

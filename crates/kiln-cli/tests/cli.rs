@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use place::Place;
+use place::{FAILING_EVALUATION, Place};
 use serde_json::Value;
 
 /// A folder with the config [`small`].
@@ -169,8 +169,11 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
     ];
     place.ok(&[&arguments[..], &["whole"]].concat());
     std::fs::create_dir_all(place.path("early")).unwrap();
-    std::fs::copy(place.path("whole/config.toml"), place.path("early/config.toml")).unwrap();
-    place.ok(&["train", "--resume", "early"]);
+    for file in ["config.toml", "log.jsonl"] {
+        std::fs::copy(place.path("whole").join(file), place.path("early").join(file)).unwrap();
+    }
+    let [_, said] = place.both(&["train", "--resume", "early"]);
+    assert!(said.contains("the run begins again"), "{said}");
     assert_eq!(place.losses("whole"), place.losses("early"));
 }
 
@@ -570,6 +573,16 @@ fn checkpoints_of_an_abandoned_line_are_set_aside() {
         names(&place, "run/abandoned"),
         ["step-00000008", "step-00000008-2", "step-00000012"]
     );
+    // Without a checkpoint, the run does not begin again: what was set aside may be all that there is of it.
+    let log = || std::fs::read(place.path("run/log.jsonl")).unwrap();
+    let before = log();
+    std::fs::remove_dir_all(place.path("run/checkpoints/step-00000008")).unwrap();
+    let error = place.fails(&["train", "--resume", "run"]);
+    assert!(
+        error.contains("has no checkpoint") && error.contains("--resume run/abandoned/step-00000012"),
+        "{error}"
+    );
+    assert_eq!(log(), before);
 }
 
 #[test]
@@ -642,7 +655,10 @@ fn an_evaluation_that_is_no_number_is_a_failure() {
     let place = new_place();
     let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "1"];
     let error = place.fails(&[&train[..], &OVERFLOWING].concat());
-    assert!(error.contains("the evaluation loss is "), "{error}");
+    assert!(
+        error.contains("the evaluation loss is ") && error.contains("no checkpoint before it"),
+        "{error}"
+    );
     let log = std::fs::read_to_string(place.path("run/log.jsonl")).unwrap();
     assert!(log.lines().last().unwrap().contains("\"loss\":null"), "{log}");
     let error = place.fails(&["eval", "--run", "run"]);
@@ -652,15 +668,53 @@ fn an_evaluation_that_is_no_number_is_a_failure() {
 #[test]
 fn an_evaluation_that_fails_takes_no_step_with_it() {
     let place = new_place();
+    place.break_evaluation("run");
     let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "5"];
-    let often = ["--set", "train.evaluate_every=1"];
-    let error = place.fails(&[&train[..], &OVERFLOWING, &often].concat());
-    assert!(
-        error.contains("the evaluation loss is ") && error.contains("after step 1"),
-        "{error}"
-    );
+    let error = place.fails(&[&train[..], &FAILING_EVALUATION].concat());
+    assert!(error.contains("out of range"), "{error}");
     assert_eq!(place.checkpoints("run"), ["step-00000001"]);
     assert!(place.path("run/curves.svg").is_file());
+}
+
+/// One checkpoint is kept: that of a model which overflows must not be that one.
+#[test]
+fn a_model_that_overflows_takes_no_checkpoint_with_it() {
+    let place = new_place();
+    let train = |more: &[&str], steps: &str, every: &str| -> String {
+        let every = format!("train.evaluate_every={every}");
+        let set = ["--steps", steps, "--set", "train.keep=1", "--set", &every];
+        place.fails(&[&["train"], more, &OVERFLOWING, &set].concat())
+    };
+    place.ok(&[
+        "train",
+        "--config",
+        "small.toml",
+        "--out",
+        "run",
+        "--steps",
+        "4",
+        "--set",
+        "train.keep=1",
+    ]);
+    assert_eq!(place.checkpoints("run"), ["step-00000004"]);
+    // In the middle, it is not saved: a resumed run would go on from it.
+    let error = train(&["--resume", "run"], "7", "1");
+    for part in [
+        "after step 5",
+        "the evaluation loss is ",
+        "--resume run/checkpoints/step-00000004",
+    ] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
+    assert_eq!(place.checkpoints("run"), ["step-00000004"]);
+    assert!(place.path("run/curves.svg").is_file());
+    // At the end it is saved before it is evaluated, and takes no place.
+    let error = train(&["--resume", "run"], "5", "0");
+    assert!(
+        error.contains("--resume run/checkpoints/step-00000004"),
+        "{error}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000004", "step-00000005"]);
 }
 
 #[test]
@@ -764,7 +818,6 @@ fn a_resumed_run_does_not_pretend_to_read_other_data() {
         "data.paths=[\"other.txt\"]",
         "data.evaluation_paths=[\"other.txt\"]",
         "data.tokenizer=bpe",
-        "data.vocabulary=300",
     ] {
         let error = place.fails(&[&resume[..], &[set]].concat());
         let (key, now) = set.split_once('=').unwrap();
@@ -774,9 +827,32 @@ fn a_resumed_run_does_not_pretend_to_read_other_data() {
         );
         assert_eq!(config(), before, "{set}");
     }
-    // The files are not read again, and need not be there.
+    // Nor with a config that was edited.
+    let edited = |from: &str, to: &str| {
+        assert!(before.contains(from), "{before}");
+        std::fs::write(place.path("run/config.toml"), before.replace(from, to)).unwrap();
+        place.fails(&[
+            "train",
+            "--resume",
+            "run",
+            "--config",
+            "small.toml",
+            "--steps",
+            "8",
+        ])
+    };
+    place.write("small.toml", &small("").replace("corpus.txt", "other.txt"));
+    let error = edited("corpus.txt", "other.txt");
+    assert!(error.contains("data.paths is [\"corpus.txt\"]"), "{error}");
+    let error = edited("batch_size", "batchsize");
+    assert!(
+        error.contains("run/config.toml") && error.contains("correct this file"),
+        "{error}"
+    );
+    std::fs::write(place.path("run/config.toml"), &before).unwrap();
+    // The files are not read again, and need not be there. No vocabulary is trained.
     std::fs::remove_file(place.path("corpus.txt")).unwrap();
-    place.ok(&resume[..5]);
+    place.ok(&[&resume[..], &["data.vocabulary=300"]].concat());
 }
 
 #[test]
@@ -785,7 +861,18 @@ fn data_that_a_run_could_not_prepare_may_change() {
     let missing = ["--set", "data.paths=[\"missing.txt\"]"];
     place.fails(&[&["train", "--config", "small.toml", "--out", "run"][..], &missing].concat());
     let paths = ["--set", "data.paths=[\"corpus.txt\"]"];
-    place.ok(&[&["train", "--resume", "run", "--steps", "2"][..], &paths].concat());
+    let resume = ["train", "--resume", "run", "--steps", "2"];
+    // It ends once more, when the data is prepared, which is of these paths from then on.
+    let error = place.fails(&[&resume[..], &paths, &["--set", "sample.prompt="]].concat());
+    assert!(error.contains("sample.prompt"), "{error}");
+    let error = place.fails(&[&resume[..], &missing].concat());
+    assert!(error.contains("data.paths is [\"corpus.txt\"]"), "{error}");
+    place.ok(&[&resume[..], &["--set", "sample.prompt=line"]].concat());
+    let config = std::fs::read_to_string(place.path("run/config.toml")).unwrap();
+    assert!(
+        config.contains("corpus.txt") && !config.contains("missing.txt"),
+        "{config}"
+    );
 }
 
 #[test]
@@ -879,6 +966,28 @@ fn classifiers_train_and_are_evaluated() {
     place.ok(&["train", "--config", "bert.toml", "--out", "bert"]);
     let text = place.ok(&["eval", "--run", "bert"]);
     assert!(text.contains("accuracy 100.0 %"), "{text}");
+    // The checkpoint's ids are those of its tokenizer, whatever the data has become.
+    let tokenizer =
+        |folder: &str| std::fs::read_to_string(place.path(folder).join("tokenizer.json")).unwrap();
+    let own = tokenizer("bert/checkpoints/step-00000030");
+    std::fs::remove_dir_all(place.path("bert/data")).unwrap();
+    let rows = std::fs::read_to_string(place.path("table.jsonl")).unwrap();
+    place.write(
+        "table.jsonl",
+        &rows.replace("fire", "embers").replace("wind", "gale"),
+    );
+    place.ok(&["eval", "--run", "bert"]);
+    assert_eq!(tokenizer("bert/data"), own);
+    let mut other: Value = serde_json::from_str(&own).unwrap();
+    other["model"]["merges"].as_array_mut().unwrap().pop().unwrap();
+    place.write("bert/data/tokenizer.json", &other.to_string());
+    for command in [&["eval", "--run"][..], &["train", "--resume"]] {
+        let error = place.fails(&[command, &["bert"]].concat());
+        assert!(
+            error.contains("another tokenizer") && error.contains("remove bert/data,"),
+            "{error}"
+        );
+    }
     place.write(
         "shapes.toml",
         "[model]\nname = \"squeezenet1_1\"\n[data]\nsource = \"shapes\"\nimage_size = 32\nexamples = 32\nevaluation_fraction = 0.25\n\

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use place::Place;
+use place::{FAILING_EVALUATION, Place};
 use serde_json::Value;
 
 const CONFIG: &str = "name = \"small\"\n\
@@ -171,22 +171,16 @@ fn ranks_that_divide_the_state_write_whole_checkpoints() {
 #[test]
 fn ranks_save_what_they_have_when_an_evaluation_fails() {
     let place = Shared::new();
+    place.break_evaluation("run");
     let arguments = ["train", "--config", "small.toml", "--out", "run", "--steps", "3"];
-    let set = [
-        "schedule.rate=1e15",
-        "schedule.warmup=0",
-        "optimizer.weight_decay=0.0",
-        "train.evaluate_every=1",
-        "train.checkpoint_every=0",
-    ];
-    let set: Vec<&str> = set.iter().flat_map(|set| ["--set", set]).collect();
-    let Some(mut command) = place.command(2, &[&arguments[..], &SHARDED, &set].concat()) else {
+    let arguments = [&arguments[..], &SHARDED, &FAILING_EVALUATION].concat();
+    let Some(mut command) = place.command(2, &arguments) else {
         return;
     };
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stderr);
     assert!(
-        !output.status.success() && text.contains("the evaluation loss is "),
+        !output.status.success() && text.contains("out of range"),
         "{text}"
     );
     assert_eq!(place.checkpoints("run"), ["step-00000001"], "{text}");
@@ -232,12 +226,25 @@ fn ranks_that_divide_a_master_copy_write_whole_checkpoints() {
 #[test]
 fn ranks_do_not_go_on_from_different_checkpoints() {
     let place = Shared::new();
-    let Some(()) = place.ok(
-        1,
-        &["train", "--config", "small.toml", "--out", "run", "--steps", "8"],
-    ) else {
+    // The first one reads no data. Its ranks agree on other data all the same: one prepares it for all.
+    let paths = |name: &str| format!("data.paths=[\"{name}\"]");
+    let arguments = [
+        "train",
+        "--config",
+        "small.toml",
+        "--out",
+        "run",
+        "--set",
+        &paths("missing.txt"),
+    ];
+    let Some(mut command) = place.command(2, &arguments) else {
         return;
     };
+    assert!(!command.output().unwrap().status.success());
+    let set = ["--steps", "8", "--set", &paths("corpus.txt")];
+    place
+        .ok(2, &[&["train", "--resume", "run"][..], &set].concat())
+        .unwrap();
     let resume = |step| format!("run/checkpoints/step-{step:08}");
     let mut command = place
         .command(1, &["train", "--resume", &resume(8), "--steps", "24"])

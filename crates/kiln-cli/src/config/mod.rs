@@ -6,6 +6,7 @@
 //! run of three days with the default. The config that a run really used, with every change of the command
 //! line, is written into the run's folder and read back by `--resume`.
 
+mod kept;
 mod optimizer;
 mod schedule;
 
@@ -16,6 +17,7 @@ use kiln_models::llama::GenerateConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CliError, nearest};
+pub use kept::{Difference, Kept};
 pub use optimizer::{OptimizerConfig, OptimizerName};
 pub use schedule::{ScheduleConfig, ScheduleKind};
 
@@ -174,37 +176,6 @@ impl ModelConfig {
 }
 
 impl DataConfig {
-    /// The settings by which a run prepares files once and keeps them: the name of a kept file, the key, and
-    /// its value as a text.
-    pub fn kept(&self) -> Vec<(&'static str, &'static str, String)> {
-        fn text<T: Serialize>(value: &T) -> String {
-            serde_json::to_string(value).unwrap_or_default()
-        }
-        let tokenizer = match &self.tokenizer {
-            Some(tokenizer) => text(tokenizer),
-            None => "unset".to_owned(),
-        };
-        let mut kept = vec![
-            ("tokenizer.json", "data.tokenizer", tokenizer),
-            ("tokenizer.json", "data.vocabulary", text(&self.vocabulary)),
-        ];
-        match self.source {
-            DataSource::Text => kept.extend([
-                ("tokens.bin", "data.paths", text(&self.paths)),
-                (
-                    "evaluation-tokens.bin",
-                    "data.evaluation_paths",
-                    text(&self.evaluation_paths),
-                ),
-            ]),
-            DataSource::Passages | DataSource::Table => {}
-            DataSource::Shapes | DataSource::Images | DataSource::Cifar10 | DataSource::Cifar100 => {
-                kept.clear();
-            }
-        }
-        kept
-    }
-
     /// Paths that would not be read.
     fn check(&self) -> Result<(), String> {
         let (most, reason) = match self.source {

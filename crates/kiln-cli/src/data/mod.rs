@@ -244,6 +244,34 @@ pub fn pretrained_tokenizer(
     }
 }
 
+/// The tokenizer of a run that has a checkpoint: the one beside the checkpoint's weights, to which no other
+/// ids mean anything. It is put among the `prepared` files, if these are gone; a tokenizer that is there must
+/// be the same.
+///
+/// # Errors
+///
+/// [`CliError::Tokenizer`] if it is another one; [`CliError::Hub`] if one of them is damaged.
+pub fn tokenizer_of_run(
+    checkpoint: &Checkpoint,
+    family: Family,
+    prepared: &Path,
+) -> Result<Option<Tokenizer>, CliError> {
+    let Some(tokenizer) = pretrained_tokenizer(Some(checkpoint), family)? else {
+        return Ok(None);
+    };
+    let kept = prepared.join("tokenizer.json");
+    if !kept.exists() {
+        std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
+        tokenizer.save(&kept)?;
+    } else if !Tokenizer::open(&kept)?.is_same(&tokenizer)? {
+        return Err(CliError::Tokenizer {
+            prepared: prepared.to_path_buf(),
+            checkpoint: checkpoint.folder().to_path_buf(),
+        });
+    }
+    Ok(Some(tokenizer))
+}
+
 /// The classes of a run are those of its beginning: a class more or less would shift the labels of the
 /// others.
 fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {

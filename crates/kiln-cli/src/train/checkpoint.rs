@@ -3,13 +3,14 @@
 //! ```text
 //! runs/NAME/
 //!   config.toml                 the config as it was used
-//!   data/                       tokenizer and encoded corpus
+//!   data/                       tokenizer and encoded corpus, and the settings that they were made by
 //!   log.jsonl  curves.svg       what happened so far
 //!   checkpoints/step-00000200/
 //!     model.safetensors  config.json  tokenizer.json   what other programs read
 //!     optimizer.mpk             the optimizer's state, in Burn's recorder format
 //!     state.json                step, place in the data, random generator, checksums
-//!   abandoned/step-00000300/    checkpoints after the one that a run was resumed from
+//!   abandoned/step-00000300/    checkpoints that the run does not go on with: of steps after the one that it
+//!                               was resumed from, and of the same step if it was resumed from elsewhere
 //!   .lock                       locked by the process that trains here
 //! ```
 //!
@@ -139,6 +140,16 @@ impl Checkpoints {
         }
     }
 
+    /// Where they are.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Where those are that were set aside.
+    pub fn abandoned(&self) -> &Path {
+        &self.abandoned
+    }
+
     /// Folders of all checkpoints, oldest first.
     pub fn list(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
@@ -161,16 +172,31 @@ impl Checkpoints {
         found.is_some() && found == place(checkpoint)
     }
 
-    /// Moves the checkpoints after `step`, from which a run goes on, out of the way: they are of another
-    /// line, and neither the newest nor to be counted. Returns where they are now, oldest first.
+    /// The newest checkpoint of a step before `step`.
+    pub fn before(&self, step: u64) -> Option<PathBuf> {
+        let mut all = self.list();
+        all.retain(|path| step_of(path).is_some_and(|found| found < step));
+        all.pop()
+    }
+
+    /// The last of the checkpoints that were set aside.
+    pub fn last_abandoned(&self) -> Option<PathBuf> {
+        let entries = std::fs::read_dir(&self.abandoned).into_iter().flatten().flatten();
+        let paths = entries.map(|entry| entry.path());
+        paths.filter(|path| path.join(STATE).is_file()).max()
+    }
+
+    /// Moves the checkpoints from `step` on out of the way of a run that goes on without them: they are of
+    /// another line, and neither the newest nor to be counted. Returns where they are now, oldest first.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`].
     pub fn set_aside(&self, step: u64) -> Result<Vec<PathBuf>, CliError> {
-        let later = |path: &PathBuf| step_of(path).is_some_and(|found| found > step);
+        let later = |path: &PathBuf| step_of(path).is_some_and(|found| found >= step);
         let mut moved = Vec::new();
-        for path in self.list().into_iter().filter(later) {
+        // The newest first: until the last one is moved, the newest is of the old line, as before.
+        for path in self.list().into_iter().filter(later).rev() {
             std::fs::create_dir_all(&self.abandoned).map_err(CliError::io("create", &self.abandoned))?;
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let mut target = self.abandoned.join(&*name);
@@ -182,11 +208,41 @@ impl Checkpoints {
             std::fs::rename(&path, &target).map_err(CliError::io("move a checkpoint to", &target))?;
             moved.push(target);
         }
+        moved.reverse();
         Ok(moved)
     }
 
-    /// Writes a checkpoint; `write` puts the model into the folder it is given. Then removes all others but
-    /// the newest `keep - 1`. Returns the folder.
+    /// Makes `source`, a checkpoint of `step` that lies elsewhere, the newest: copies it, and sets aside
+    /// those of its step and of later ones. Returns the copy, and where those set aside are now.
+    ///
+    /// The copy is whole before another checkpoint is moved, and `source` stays where it is, unless it is one
+    /// of those set aside.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`]; if the copy cannot be written, all checkpoints are where they were.
+    pub fn take(&self, source: &Path, step: u64) -> Result<(PathBuf, Vec<PathBuf>), CliError> {
+        let unfinished = self.unfinished()?;
+        let list = || CliError::io("list", source);
+        for entry in std::fs::read_dir(source).map_err(list())? {
+            let from = entry.map_err(list())?.path();
+            if !from.is_file() {
+                continue;
+            }
+            let to = unfinished.path().join(from.file_name().unwrap_or_default());
+            std::fs::copy(&from, &to)
+                .and_then(|_| File::open(&to)?.sync_all())
+                .map_err(CliError::io("copy to", &to))?;
+        }
+        // The names in it, too; not every file system can.
+        if let Ok(folder) = File::open(unfinished.path()) {
+            let _ = folder.sync_all();
+        }
+        let moved = self.set_aside(step)?;
+        Ok((self.name(unfinished, step)?, moved))
+    }
+
+    /// Writes a checkpoint; `write` puts the model into the folder it is given. Returns the folder.
     ///
     /// # Errors
     ///
@@ -195,14 +251,9 @@ impl Checkpoints {
         &self,
         mut state: State,
         optimizer: &[u8],
-        keep: usize,
         write: impl FnOnce(&Path) -> Result<(), CliError>,
     ) -> Result<PathBuf, CliError> {
-        std::fs::create_dir_all(&self.folder).map_err(CliError::io("create", &self.folder))?;
-        let unfinished = tempfile::Builder::new()
-            .prefix(UNFINISHED)
-            .tempdir_in(&self.folder)
-            .map_err(CliError::io("create a folder in", &self.folder))?;
+        let unfinished = self.unfinished()?;
         write(unfinished.path())?;
         write_bytes_atomic(&unfinished.path().join(OPTIMIZER), optimizer)?;
         for entry in std::fs::read_dir(unfinished.path()).map_err(CliError::io("list", unfinished.path()))? {
@@ -219,8 +270,21 @@ impl Checkpoints {
         let json = serde_json::to_vec_pretty(&state)
             .map_err(|error| CliError::Usage(format!("{STATE}: {error}")))?;
         write_bytes_atomic(&unfinished.path().join(STATE), &json)?;
+        self.name(unfinished, state.step)
+    }
 
-        let target = self.folder.join(name_of(state.step));
+    /// A folder for a checkpoint that is being written.
+    fn unfinished(&self) -> Result<tempfile::TempDir, CliError> {
+        std::fs::create_dir_all(&self.folder).map_err(CliError::io("create", &self.folder))?;
+        tempfile::Builder::new()
+            .prefix(UNFINISHED)
+            .tempdir_in(&self.folder)
+            .map_err(CliError::io("create a folder in", &self.folder))
+    }
+
+    /// Gives a whole checkpoint its name.
+    fn name(&self, unfinished: tempfile::TempDir, step: u64) -> Result<PathBuf, CliError> {
+        let target = self.folder.join(name_of(step));
         if target.exists() {
             // The same step again, after a resume from an older checkpoint: the same contents.
             std::fs::remove_dir_all(&target).map_err(CliError::io("replace", &target))?;
@@ -232,14 +296,18 @@ impl Checkpoints {
         if let Ok(folder) = File::open(&self.folder) {
             let _ = folder.sync_all();
         }
+        Ok(target)
+    }
+
+    /// Removes all checkpoints but `last`, the one written last, and the newest `keep - 1` of the others.
+    pub fn remove_old(&self, last: &Path, keep: usize) {
         let mut others = self.list();
-        others.retain(|other| *other != target);
+        others.retain(|other| other.file_name() != last.file_name());
         for old in &others[..others.len().saturating_sub(keep.saturating_sub(1))] {
             if let Err(error) = std::fs::remove_dir_all(old) {
                 tracing::warn!("cannot remove the old checkpoint {}: {error}", old.display());
             }
         }
-        Ok(target)
     }
 
     /// Removes folders that a killed program left unfinished, at least `age` ago: nothing for the one process
@@ -394,7 +462,9 @@ mod tests {
             examples: 9,
         };
         let state = State::now(step, data, None, OptimizerName::Sgd, HeldOut::Random);
-        checkpoints.write(state, b"state", keep, |_| Ok(())).unwrap()
+        let written = checkpoints.write(state, b"state", |_| Ok(())).unwrap();
+        checkpoints.remove_old(&written, keep);
+        written
     }
 
     #[test]
@@ -406,18 +476,58 @@ mod tests {
         }
         let abandoned = run.path().join(ABANDONED);
         assert_eq!(
-            checkpoints.set_aside(10).unwrap(),
+            checkpoints.set_aside(11).unwrap(),
             ["step-00000020", "step-00000030"].map(|name| abandoned.join(name))
         );
-        assert!(checkpoints.set_aside(10).unwrap().is_empty());
+        assert!(checkpoints.set_aside(11).unwrap().is_empty());
         let first = write(&checkpoints, 20, 9);
         assert_eq!(checkpoints.last(), Some(first));
-        checkpoints.set_aside(10).unwrap();
+        checkpoints.set_aside(11).unwrap();
         assert_eq!(
             names(&abandoned),
             ["step-00000020", "step-00000020-2", "step-00000030"]
         );
         assert_eq!(names(&run.path().join("checkpoints")), ["step-00000010"]);
+    }
+
+    #[test]
+    fn a_checkpoint_from_elsewhere_is_copied_before_others_are_moved() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        for step in [10, 20, 30] {
+            write(&checkpoints, step, 9);
+        }
+        let abandoned = run.path().join(ABANDONED);
+        checkpoints.set_aside(20).unwrap();
+        write(&checkpoints, 20, 9);
+        let state = |path: &Path| std::fs::read(path.join(STATE)).unwrap();
+        let source = abandoned.join("step-00000020");
+        let (copy, moved) = checkpoints.take(&source, 20).unwrap();
+        assert_eq!(moved, [abandoned.join("step-00000020-2")]);
+        assert_eq!(checkpoints.last().as_deref(), Some(&*copy));
+        assert!(read_state(&copy).is_ok() && state(&copy) == state(&source));
+        // A source that cannot be copied, here for want of a file, leaves everything where it is.
+        let before = [names(&abandoned), names(&run.path().join("checkpoints"))];
+        std::fs::remove_dir_all(&source).unwrap();
+        assert!(checkpoints.take(&source, 20).is_err());
+        std::fs::create_dir(&source).unwrap();
+        assert_eq!(
+            [names(&abandoned), names(&run.path().join("checkpoints"))],
+            before
+        );
+    }
+
+    #[test]
+    fn a_checkpoint_before_a_step_is_the_newest_of_those() {
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        let [first, second] = [10, 20].map(|step| write(&checkpoints, step, 9));
+        assert_eq!(checkpoints.before(21), Some(second));
+        assert_eq!(checkpoints.before(20), Some(first));
+        assert_eq!(checkpoints.before(10), None);
+        assert_eq!(checkpoints.last_abandoned(), None);
+        let moved = checkpoints.set_aside(0).unwrap();
+        assert_eq!(checkpoints.last_abandoned(), moved.last().cloned());
     }
 
     #[test]

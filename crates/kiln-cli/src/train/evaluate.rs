@@ -2,9 +2,11 @@
 //! are classified correctly.
 
 use std::fmt;
+use std::path::Path;
 
 use kiln::{CompileOptions, Compiled, Kiln, KilnDevice};
 
+use super::checkpoint::Checkpoints;
 use crate::config::Config;
 use crate::data::Data;
 use crate::error::CliError;
@@ -20,17 +22,18 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// Makes sure that the loss is a number.
+    /// Makes sure that the loss after `step` steps of the run in `run` is a number.
     ///
     /// # Errors
     ///
     /// [`CliError::Evaluation`].
-    pub fn check(&self, step: u64) -> Result<(), CliError> {
+    pub fn check(&self, step: u64, run: &Path) -> Result<(), CliError> {
         match self.loss.is_finite() {
             true => Ok(()),
             false => Err(CliError::Evaluation {
                 step,
                 loss: self.loss,
+                checkpoint: Checkpoints::of(run).before(step),
             }),
         }
     }

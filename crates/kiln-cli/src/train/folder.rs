@@ -11,7 +11,7 @@ use crate::error::CliError;
 /// The file that is locked while a process trains.
 const LOCK: &str = ".lock";
 /// What makes a folder that of a run.
-const CONFIG: &str = "config.toml";
+pub(super) const CONFIG: &str = "config.toml";
 /// How long a resumed run waits for the lock: ranks that a launcher has killed need a moment to end.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Longer than any checkpoint takes to be written: what was begun before is left over, even where there are

@@ -94,6 +94,16 @@ impl Log {
         })
     }
 
+    /// The last step of the log of a run; 0 if it has none.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`].
+    pub fn last_step(run: &Path) -> Result<u64, CliError> {
+        let entries = read(&run.join("log.jsonl"))?;
+        Ok(entries.iter().map(Entry::step).max().unwrap_or(0))
+    }
+
     /// A log that is kept in memory alone.
     pub fn nowhere() -> Self {
         Self {

@@ -38,9 +38,9 @@ use kiln_profile::Category;
 use crate::architecture::Architecture;
 use crate::args::{EvalArguments, TrainArguments, parse_autocast};
 use crate::config::Config;
-use crate::data::{Data, HeldOut, HostBatch};
+use crate::data::{Data, HeldOut, HostBatch, tokenizer_of_run};
 use crate::error::CliError;
-use crate::model::{Heads, not_finite, without_autodiff};
+use crate::model::{Family, Heads, not_finite, without_autodiff};
 use crate::show;
 pub use checkpoint::{Checkpoints, locate};
 use checkpoint::{State, damaged, read_state};
@@ -81,6 +81,7 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
         .map(|steps| StepProfile::start(steps, ranks.rank()));
     let mut run = Run::open(config, folder, None, from.as_deref(), ranks)?;
     run.profile = profile;
+    run.take_over()?;
     interrupt::install();
     run.go()
 }
@@ -104,8 +105,10 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     config.train.evaluation_batches = usize::MAX;
     let state = read_state(&from)?;
     let on = device(&config)?;
-    let data = Data::open(&config, &on, &folder.join("data"), None, state.held_out)?;
     let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
+    let prepared = folder.join("data");
+    let tokenizer = tokenizer_of_run(&weights, Family::of(&config.model.name)?, &prepared)?;
+    let data = Data::open(&config, &on, &prepared, tokenizer, state.held_out)?;
     let architecture = Architecture::read(&weights)?;
     architecture.check(&config, &data)?;
     let model = architecture.init::<Kiln>(&on)?.load(&weights, Heads::Stored)?;
@@ -115,7 +118,7 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
                 .to_owned())
     })?;
     show::line(format_args!("step {}: {result}", state.step));
-    result.check(state.step)
+    result.check(state.step, &folder)
 }
 
 fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliError> {
@@ -169,6 +172,8 @@ struct UnderWay {
 /// A run that is going on.
 struct Run {
     config: Config,
+    /// The config as it is written: that of all ranks.
+    written: String,
     folder: PathBuf,
     device: KilnDevice,
     ranks: Ranks,
@@ -196,6 +201,8 @@ struct Run {
     saved: Option<u64>,
     /// Checkpoints that were set aside when the run was resumed.
     abandoned: Vec<PathBuf>,
+    /// Whether there were steps before, of which no checkpoint was written.
+    begins_again: bool,
 }
 
 impl Run {
@@ -227,9 +234,8 @@ impl Run {
         for moved in &self.abandoned {
             progress.say(&format!("a later checkpoint was set aside: {}", moved.display()));
         }
-        if self.step > 0 {
-            // A later resume does not find one that lies elsewhere.
-            self.save()?;
+        if self.begins_again {
+            progress.say("there is no checkpoint yet: the run begins again, and so does its log");
         }
         let mut saved_at = Instant::now();
         let mut warned = false;
@@ -266,6 +272,7 @@ impl Run {
             if every(self.config.train.checkpoint_every) || (due && self.step < steps) {
                 self.look(&mut progress)?;
                 self.save()?;
+                self.remove_old();
                 self.draw()?;
                 saved_at = Instant::now();
             }
@@ -275,6 +282,7 @@ impl Run {
         self.finish_profile(&progress);
         self.save()?;
         self.evaluate_or_save(&progress)?;
+        self.remove_old();
         self.draw()?;
         self.finish(&progress)?;
         std::mem::replace(&mut self.trace, Ok(()))?;
@@ -407,17 +415,25 @@ impl Run {
 
     /// Evaluates. What ends the run there takes no step with it: all ranks save first, whichever of them
     /// failed.
+    ///
+    /// A model that overflows is not saved: a resumed run would go on from it, and its checkpoints would take
+    /// the places of those before it. Nor does a checkpoint whose evaluation failed remove others.
     fn evaluate_or_save(&mut self, progress: &Progress) -> Result<(), CliError> {
         let evaluated = self.evaluate(progress);
-        let failed = match self.ranks.any(evaluated.is_err()) {
+        let overflows = matches!(evaluated, Err(CliError::Evaluation { .. }));
+        // The others wait: rank 0 may have written its last checkpoint before it evaluated.
+        let any = self.ranks.any_patiently(evaluated.is_err());
+        let any = any.and_then(|failed| Ok((failed, failed && self.ranks.any_patiently(overflows)?)));
+        let (failed, overflows) = match any {
             Err(_) if evaluated.is_err() => return evaluated,
-            failed => failed?,
+            any => any?,
         };
         if failed {
             progress.finish();
-            let saved = self.save().and_then(|()| self.draw());
+            let saved = if overflows { Ok(()) } else { self.save() };
+            let saved = saved.and_then(|()| self.draw());
             // A launcher ends all ranks when the first one ends: none does before rank 0 has written.
-            let all = self.ranks.any(saved.is_err());
+            let all = self.ranks.any_patiently(saved.is_err());
             saved?;
             if evaluated.is_ok() {
                 all?;
@@ -435,12 +451,13 @@ impl Run {
                 loss: result.loss,
                 accuracy: result.accuracy,
             })?;
-            result.check(self.step)?;
+            result.check(self.step, &self.folder)?;
         }
         Ok(())
     }
 
-    /// Writes a checkpoint of the steps done, unless there is one.
+    /// Writes a checkpoint of the steps done, unless there is one. Those before it stay, until
+    /// [`Run::remove_old`].
     fn save(&mut self) -> Result<(), CliError> {
         if self.saved.replace(self.step) == Some(self.step) {
             return Ok(());
@@ -473,10 +490,16 @@ impl Run {
             }
             Ok(())
         };
-        let keep = self.config.train.keep;
-        let written = Checkpoints::of(&self.folder).write(state, &optimizer, keep, write);
-        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder))?);
+        let written = Checkpoints::of(&self.folder).write(state, &optimizer, write);
+        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder, None))?);
         Ok(())
+    }
+
+    /// Removes checkpoints that the run does not keep.
+    fn remove_old(&self) {
+        if let Some(last) = self.last_checkpoint.as_ref().filter(|_| self.ranks.is_first()) {
+            Checkpoints::of(&self.folder).remove_old(last, self.config.train.keep);
+        }
     }
 
     fn draw(&self) -> Result<(), CliError> {
@@ -507,6 +530,7 @@ impl Run {
         progress.finish();
         self.finish_profile(progress);
         self.save()?;
+        self.remove_old();
         self.draw()?;
         progress.say(&format!(
             "stopped after step {}; go on with kiln train --resume {}",

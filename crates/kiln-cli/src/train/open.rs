@@ -10,6 +10,7 @@ use kiln_hub::{Checkpoint, write_bytes_atomic};
 
 use super::checkpoint::{Checkpoints, State, damaged, read_optimizer, read_state};
 use super::evaluate::Evaluator;
+use super::folder::CONFIG;
 use super::log::Log;
 use super::ranks::Ranks;
 use super::trainer::{SavedState, Setting, Together, TrainBackend, build as build_trainer};
@@ -17,8 +18,8 @@ use super::utilization::Utilization;
 use super::{Run, compile_options, device};
 use crate::architecture::Architecture;
 use crate::args::parse_weights;
-use crate::config::Config;
-use crate::data::{Data, HeldOut, pretrained_tokenizer};
+use crate::config::{Config, Difference, Kept};
+use crate::data::{Data, HeldOut, pretrained_tokenizer, tokenizer_of_run};
 use crate::error::CliError;
 use crate::generate::check_sample;
 use crate::model::{Family, Heads, freeze, initialise, not_finite};
@@ -55,32 +56,33 @@ impl Run {
             (None, Some(name)) => Some(kiln_hub::load(name)?),
             (None, None) => None,
         };
-        let pretrained = pretrained_tokenizer(start_from.as_ref(), family)?;
-        let write_config = || match ranks.is_first() {
-            true => write_bytes_atomic(&folder.join("config.toml"), written.as_bytes()),
-            false => Ok(()),
-        };
-        // A resumed run that turns out to be another one keeps its config.
-        let path = folder.join("config.toml");
-        let is_new = !path.exists();
-        if is_new {
-            write_config()?;
-        } else if let Ok(saved) = Config::read(&path, &[]) {
-            if let Some(from) = from {
-                same_model(&saved, &config, from)?;
-            }
-            same_data(&saved, &config, &folder, from)?;
-        }
-        let held_out = state.as_ref().map_or(HeldOut::Random, |state| state.held_out);
         let prepared = data.map_or_else(|| folder.join("data"), Path::to_path_buf);
-        // The tokenizer of a resumed run is that of its checkpoint, even if its prepared files are gone.
-        let kept = prepared.join("tokenizer.json");
-        if let (Some(_), Some(tokenizer), true) = (from, &pretrained, ranks.is_first())
-            && !kept.exists()
-        {
+        if ranks.is_first() {
+            // The others look when this rank has prepared the folder, and would see its changes.
+            let saved = saved_config(&folder)?;
+            match (from, &saved) {
+                (Some(from), Some(saved)) => same_model(saved, &config, from)?,
+                (None, Some(saved)) => has_no_checkpoint(&folder, saved)?,
+                (_, None) => {}
+            }
+            same_data(&prepared, saved.as_ref(), &config, from)?;
             std::fs::create_dir_all(&prepared).map_err(CliError::io("create", &prepared))?;
-            tokenizer.save(&kept)?;
+            if from.is_none() {
+                // The config is that of what is prepared now. A run that goes on keeps its own until it is
+                // known to be the same run.
+                write_bytes_atomic(&folder.join(CONFIG), written.as_bytes())?;
+            }
+            if data.is_none() {
+                config.kept().save(&prepared)?;
+            }
         }
+        let pretrained = match (from, &start_from) {
+            (Some(_), Some(checkpoint)) if ranks.is_first() => {
+                tokenizer_of_run(checkpoint, family, &prepared)?
+            }
+            _ => pretrained_tokenizer(start_from.as_ref(), family)?,
+        };
+        let held_out = state.as_ref().map_or(HeldOut::Random, |state| state.held_out);
         let data = Data::open(&config, &device, &prepared, pretrained, held_out)?;
         ranks.prepared(&folder)?;
         ranks.agree_on(state.as_ref())?;
@@ -147,32 +149,14 @@ impl Run {
         let step = state.as_ref().map_or(0, |state| state.step);
         let evaluating = compile_options(&config, "evaluate")?.with_threads(ranks.threads());
         let evaluator = Evaluator::new(&config, evaluating, device);
-        // All that could have been another run's has been compared.
-        if !is_new {
-            write_config()?;
-        }
-        // A checkpoint that lies elsewhere, such as one that was set aside, is written again, and goes before
-        // one of the same step. All ranks say the same, since they may write it together.
-        let is_elsewhere = from.is_some_and(|from| !Checkpoints::of(&folder).holds(from, step));
-        let is_elsewhere = ranks.any(is_elsewhere)?;
-        let last = step.saturating_sub(u64::from(is_elsewhere));
-        let abandoned = match ranks.is_first() {
-            true => Checkpoints::of(&folder).set_aside(last)?,
-            false => Vec::new(),
-        };
-        let log = match ranks.is_first() {
-            true => Log::open(&folder, step)?,
-            false => Log::nowhere(),
-        };
         // The random generator is restored last, because preparing the model has drawn random numbers.
         if let Some(state) = &state {
             state.restore_random();
         }
         ranks.share_random()?;
-        let last_checkpoint = from.map(Path::to_path_buf);
-        let saved = from.filter(|_| !is_elsewhere).map(|_| step);
         Ok(Self {
             config,
+            written,
             folder,
             device,
             ranks,
@@ -183,18 +167,99 @@ impl Run {
             order,
             batches,
             evaluator,
-            log,
+            log: Log::nowhere(),
             utilization,
             step,
             under_way: None,
             read_at: Instant::now(),
             profile: None,
             trace: Ok(()),
-            last_checkpoint,
-            saved,
-            abandoned,
+            last_checkpoint: from.map(Path::to_path_buf),
+            saved: from.map(|_| step),
+            abandoned: Vec::new(),
+            begins_again: false,
         })
     }
+
+    /// Makes the run's folder that of the run: until here, all that could have been another run's has been
+    /// compared, and the folder is as before, except for what is prepared.
+    ///
+    /// A checkpoint that lies elsewhere, such as one that was set aside, is copied to where a later resume
+    /// finds it, and takes the place of one of the same step.
+    pub(super) fn take_over(&mut self) -> Result<(), CliError> {
+        if self.ranks.is_first() {
+            let checkpoints = Checkpoints::of(&self.folder);
+            let source = self.last_checkpoint.take();
+            let is_elsewhere = |from: &PathBuf| !checkpoints.holds(from, self.step);
+            (self.last_checkpoint, self.abandoned) = match source {
+                Some(from) if is_elsewhere(&from) => {
+                    let taken = checkpoints.take(&from, self.step);
+                    let (copy, moved) =
+                        taken.map_err(|error| error.of_checkpoint(&self.folder, Some(&from)))?;
+                    (Some(copy), moved)
+                }
+                Some(from) => (Some(from), checkpoints.set_aside(self.step + 1)?),
+                None => (None, checkpoints.set_aside(0)?),
+            };
+            write_bytes_atomic(&self.folder.join(CONFIG), self.written.as_bytes())?;
+            self.begins_again = self.last_checkpoint.is_none() && Log::last_step(&self.folder)? > 0;
+            self.log = Log::open(&self.folder, self.step)?;
+        }
+        // The copy of a large checkpoint takes long.
+        self.ranks.any_patiently(false)?;
+        Ok(())
+    }
+}
+
+/// The config that the run in `folder` has; none if it is new.
+fn saved_config(folder: &Path) -> Result<Option<Config>, CliError> {
+    let path = folder.join(CONFIG);
+    if !path.exists() {
+        return Ok(None);
+    }
+    match Config::read(&path, &[]) {
+        Ok(config) => Ok(Some(config)),
+        Err(CliError::Config { place, reason }) => Err(CliError::config(
+            place,
+            format!(
+                "{}\n  the run cannot be compared with what it is to go on with: correct this file, or copy the config \
+                 that the run was started with over it",
+                reason.trim_end()
+            ),
+        )),
+        Err(error) => Err(error),
+    }
+}
+
+/// Makes sure that the run in `folder`, which has no checkpoint, never had one: it ended before its first one
+/// was due, and begins again.
+fn has_no_checkpoint(folder: &Path, saved: &Config) -> Result<(), CliError> {
+    let checkpoints = Checkpoints::of(folder);
+    let last = Log::last_step(folder)?;
+    let every = saved.train.checkpoint_every;
+    let (reason, remedy) = match checkpoints.last_abandoned() {
+        Some(moved) => (
+            format!(
+                "some that were set aside are in {}",
+                checkpoints.abandoned().display()
+            ),
+            format!(
+                "go on from one of them, as with `kiln train --resume {}`",
+                moved.display()
+            ),
+        ),
+        // The step behind a checkpoint is logged when the checkpoint is written.
+        None if every > 0 && last > every => (
+            format!("its log has {last} steps, and one was written every {every}"),
+            format!("put a checkpoint back into {}", checkpoints.folder().display()),
+        ),
+        None => return Ok(()),
+    };
+    Err(CliError::NoneLeft {
+        run: folder.to_path_buf(),
+        reason,
+        remedy,
+    })
 }
 
 /// Makes sure that a resumed run asks for the model of its checkpoint `from`, whose sizes it would have in
@@ -212,25 +277,28 @@ fn same_model(saved: &Config, now: &Config, from: &Path) -> Result<(), CliError>
     }
 }
 
-/// Makes sure that a resumed run asks for the data that it has prepared in its folder, which it has in any
-/// case. What it has not prepared yet may change until there is a checkpoint.
-fn same_data(saved: &Config, now: &Config, folder: &Path, from: Option<&Path>) -> Result<(), CliError> {
-    let saved = saved.data.kept();
-    for (file, what, now) in now.data.kept() {
-        let before = saved.iter().find(|(_, key, _)| *key == what);
-        if let Some((_, _, before)) = before
-            && *before != now
-            && (from.is_some() || folder.join("data").join(file).exists())
-        {
-            return Err(CliError::Prepared {
-                what: what.to_owned(),
-                saved: before.clone(),
-                now,
-                run: folder.to_path_buf(),
-            });
-        }
+/// Makes sure that a run asks for the data that it has prepared, which it has in any case. What it has not
+/// prepared yet may change until there is a checkpoint. Runs of earlier versions have only their config to
+/// tell.
+fn same_data(
+    prepared: &Path,
+    saved: Option<&Config>,
+    now: &Config,
+    from: Option<&Path>,
+) -> Result<(), CliError> {
+    let Some(saved) = Kept::read(prepared)?.or_else(|| Some(saved?.kept())) else {
+        return Ok(());
+    };
+    let is_kept = |file: &str| from.is_some() || prepared.join(file).exists();
+    match saved.difference(&now.kept(), is_kept) {
+        None => Ok(()),
+        Some(Difference { key, before, now }) => Err(CliError::Prepared {
+            what: key,
+            saved: before,
+            now,
+            prepared: prepared.to_path_buf(),
+        }),
     }
-    Ok(())
 }
 
 /// The error of data at which a run cannot go on from the checkpoint `from`.
@@ -248,5 +316,52 @@ fn differs(error: CliError, from: &Path) -> CliError {
         saved: saved.to_string(),
         now: now.to_string(),
         path: from.to_path_buf(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: &str = "[model]\nname = \"llama-tiny\"\n[data]\nsource = \"text\"\n[train]\n";
+
+    /// A run without a checkpoint was killed before its first one, or has lost them.
+    #[test]
+    fn a_run_that_had_checkpoints_does_not_begin_again() {
+        let place = tempfile::tempdir().unwrap();
+        let run = place.path();
+        let check = |every: u64| {
+            let set = format!("train.checkpoint_every={every}");
+            has_no_checkpoint(run, &Config::parse(CONFIG, "x.toml", &[set]).unwrap())
+        };
+        let lines = |count| {
+            let line = |step| {
+                format!("{{\"kind\":\"evaluation\",\"step\":{step},\"loss\":1.0,\"accuracy\":null}}\n")
+            };
+            std::fs::write(run.join("log.jsonl"), (1..=count).map(line).collect::<String>()).unwrap();
+        };
+        assert!(check(4).is_ok());
+        // It may have been killed while it wrote the first one.
+        lines(4);
+        assert!(check(4).is_ok());
+        lines(5);
+        assert!(check(5).is_ok() && check(0).is_ok());
+        let error = check(4).unwrap_err().to_string();
+        for part in [
+            "5 steps",
+            "every 4",
+            "/checkpoints, or start another run",
+            "config.toml` and --out",
+        ] {
+            assert!(error.contains(part), "{part}: {error}");
+        }
+        let moved = run.join("abandoned/step-00000004");
+        std::fs::create_dir_all(&moved).unwrap();
+        std::fs::write(moved.join("state.json"), "").unwrap();
+        let error = check(0).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("--resume {}", moved.display())),
+            "{error}"
+        );
     }
 }

@@ -150,6 +150,20 @@ impl Ranks {
         Ok(u32::from_ne_bytes(count) > 0)
     }
 
+    /// [`Ranks::any`], where one rank may be busy for long before it answers, as rank 0 with a checkpoint.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Ranks`] if another rank ended.
+    pub fn any_patiently(&self, own: bool) -> Result<bool, CliError> {
+        match self.world.agree(&[("what it says", own.to_string())]) {
+            Ok(()) => Ok(own),
+            // One of them says `true`.
+            Err(Error::Disagreement { .. }) => Ok(true),
+            Err(error) => Err(error.into()),
+        }
+    }
+
     /// This rank's share of a batch.
     pub fn share(&self, batch: HostBatch) -> HostBatch {
         match self.world.size() {

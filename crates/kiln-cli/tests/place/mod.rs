@@ -8,6 +8,16 @@ use std::process::{Command, Output};
 
 use serde_json::Value;
 
+/// Settings of a run with an evaluation after each step. It fails if [`Place::break_evaluation`] prepared it.
+pub const FAILING_EVALUATION: [&str; 6] = [
+    "--set",
+    "data.evaluation_paths=[\"corpus.txt\"]",
+    "--set",
+    "train.evaluate_every=1",
+    "--set",
+    "train.checkpoint_every=0",
+];
+
 /// A folder with a corpus and a config.
 pub struct Place {
     folder: tempfile::TempDir,
@@ -75,6 +85,15 @@ impl Place {
             "{arguments:?}: {text}"
         );
         text
+    }
+
+    /// Prepares the evaluation of a run of [`FAILING_EVALUATION`]: tokens that its model does not have.
+    pub fn break_evaluation(&self, run: &str) {
+        std::fs::create_dir_all(self.path(run).join("data")).unwrap();
+        let count = 200u64;
+        let tokens = [0xff; 2].repeat(count as usize);
+        let file = [&b"KILNTOK\x02"[..], &count.to_le_bytes(), &tokens].concat();
+        std::fs::write(self.path(run).join("data/evaluation-tokens.bin"), file).unwrap();
     }
 
     /// The losses of a run's log, by step, as they were written.
