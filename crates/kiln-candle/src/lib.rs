@@ -11,9 +11,10 @@
 //! round once per primitive. Integers follow the graph's rules (wrapping, division by zero) although
 //! candle's would panic.
 //!
-//! Three things are computed on the host, outside of candle: random numbers (they are defined by a function
-//! of this workspace, [`kiln_graph::philox::fill`]), index tables that follow from shapes alone, and the
-//! grouping of scatter targets into rounds.
+//! Four things are computed on the host, outside of candle: random numbers (they are defined by a function of
+//! this workspace, [`kiln_graph::philox::fill`]), conversions that candle would round twice
+//! ([`kiln_graph::rounding`]), index tables that follow from shapes alone, and the grouping of scatter
+//! targets into rounds.
 //!
 //! **Invariants.** The crate does not know Burn, compilers, files or threads. A run changes nothing but the
 //! tensors it returns.

@@ -1,10 +1,10 @@
 //! Unary, binary, compare, select and cast: the element type decides which arithmetic runs.
 
 use candle_core::{DType as CandleType, Result, Tensor};
-use kiln_graph::DType;
 use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
+use kiln_graph::{DType, rounding};
 
-use crate::value::{Val, both, either, float, int, is_nan, not, select, storage, wrap};
+use crate::value::{Val, both, either, float, int, is_nan, not, rounded, select, storage, vector, wrap};
 use crate::{float as floats, ints};
 
 pub(crate) fn unary(op: UnaryOp, x: &Val) -> Result<Val> {
@@ -84,21 +84,29 @@ pub(crate) fn cast(x: &Val, dtype: DType) -> Result<Val> {
         (from, to) if from == to => t.clone(),
         (_, DType::Bool) => t.ne(&t.zeros_like()?)?,
         (DType::Bool, to) => t.to_dtype(storage(to))?,
-        (from, to) if from.is_float() && to.is_float() => t.to_dtype(storage(to))?,
+        (from, to) if from.is_float() && to.is_float() => rounded(t, to)?,
         (from, to) if from.is_float() => float_to_int(&x.wide()?, to)?,
-        (DType::U64, to) if to.is_float() => {
-            let (hi, lo) = ints::split(t)?;
-            let hi = hi.to_dtype(CandleType::U32)?.to_dtype(CandleType::F64)?;
-            let scaled = hi.mul(&float(&hi, 4_294_967_296.0)?)?;
-            scaled
-                .add(&lo.to_dtype(CandleType::F64)?)?
-                .to_dtype(storage(to))?
-        }
-        (_, DType::F16 | DType::BF16) => t.to_dtype(CandleType::F64)?.to_dtype(storage(dtype))?,
-        (_, to) if to.is_float() => t.to_dtype(storage(to))?,
+        (from, to) if to.is_float() => int_to_float(t, from, to)?,
         (_, to) => wrap(t, to)?,
     };
     Ok(Val::new(tensor, dtype))
+}
+
+/// The integers `x` of type `from` in a float type, rounded once.
+fn int_to_float(x: &Tensor, from: DType, to: DType) -> Result<Tensor> {
+    let numbers = x.flatten_all()?.to_vec1::<i64>()?.into_iter();
+    let numbers = numbers.map(|number| match from {
+        // Held as the i64 of the same bits.
+        DType::U64 => i128::from(number as u64),
+        _ => i128::from(number),
+    });
+    let nearest = rounding::of_integer;
+    match to {
+        DType::F64 => vector(numbers.map(|number| number as f64), x.dims()),
+        DType::F32 => vector(numbers.map(|number| number as f32), x.dims()),
+        DType::F16 => vector(numbers.map(|number| rounding::to_f16(nearest(number))), x.dims()),
+        _ => vector(numbers.map(|number| rounding::to_bf16(nearest(number))), x.dims()),
+    }
 }
 
 /// f64 to an integer type: toward zero, saturating, NaN to 0. candle's own conversion does this for i64.

@@ -5,7 +5,7 @@
 //!
 //! | graph | candle | held as |
 //! | --- | --- | --- |
-//! | f64, f32, f16, bf16 | the same | itself; arithmetic on the half types goes through f32 or f64 and rounds once |
+//! | f64, f32, f16, bf16 | the same | itself; arithmetic on the half types is in f32 or f64 and rounds once |
 //! | i64, i32, i16, i8, u32, u16, u8 | i64 | the number; wrapped into the type's range after each operation |
 //! | u64 | i64 | the i64 of the same bits |
 //! | bool | u8 | 0 or 1 |
@@ -18,7 +18,7 @@ use std::sync::Arc;
 use bytemuck::{AnyBitPattern, NoUninit};
 use candle_core::{DType as CandleType, Device, Result, Tensor, WithDType};
 use half::{bf16, f16};
-use kiln_graph::{DType, HostTensor, Shape, TensorType};
+use kiln_graph::{DType, HostTensor, Shape, TensorType, rounding};
 
 /// A value of the graph: a candle tensor and the element type it stands for.
 #[derive(Clone, Debug)]
@@ -58,7 +58,7 @@ impl Val {
         let tensor = if dtype.is_int() {
             wrap(&tensor, dtype)?
         } else {
-            tensor.to_dtype(storage(dtype))?
+            rounded(&tensor, dtype)?
         };
         Ok(Self::new(tensor, dtype))
     }
@@ -141,6 +141,22 @@ pub(crate) const fn storage(dtype: DType) -> CandleType {
         DType::Bool => CandleType::U8,
         _ => CandleType::I64,
     }
+}
+
+/// The floats `x` in the float type `dtype`, rounded once. From f64 to 16 bits candle's own conversion, which
+/// is that of `half`, rounds twice ([`kiln_graph::rounding`]).
+pub(crate) fn rounded(x: &Tensor, dtype: DType) -> Result<Tensor> {
+    let numbers = || Ok::<_, candle_core::Error>(x.flatten_all()?.to_vec1::<f64>()?.into_iter());
+    match (x.dtype(), dtype) {
+        (CandleType::F64, DType::F16) => vector(numbers()?.map(rounding::to_f16), x.dims()),
+        (CandleType::F64, DType::BF16) => vector(numbers()?.map(rounding::to_bf16), x.dims()),
+        _ => x.to_dtype(storage(dtype)),
+    }
+}
+
+/// A tensor of these elements, in row-major order.
+pub(crate) fn vector<T: WithDType>(elements: impl Iterator<Item = T>, dims: &[usize]) -> Result<Tensor> {
+    Tensor::from_vec(elements.collect::<Vec<T>>(), dims, &Device::Cpu)
 }
 
 /// Numbers held as i64 reduced to the range of the integer type `dtype` by keeping their low bits.

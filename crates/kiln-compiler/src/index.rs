@@ -108,6 +108,16 @@ impl Index {
         range
     }
 
+    /// The largest number that the C of this index computes: its own, that of an index whose quotient or
+    /// remainder it takes, or that of an integer it loads. A sum that wraps in between ends where it should.
+    pub fn most(&self) -> i64 {
+        let inside = self.terms.iter().map(|(atom, _)| match atom {
+            Atom::Var { extent, .. } | Atom::Data { extent, .. } => (extent - 1).max(0),
+            Atom::Div(inner, _) | Atom::Mod(inner, _) => inner.most(),
+        });
+        inside.fold(self.range().1, i64::max)
+    }
+
     /// Bit set of the variables this depends on.
     pub fn vars(&self) -> u64 {
         self.terms.iter().fold(0, |vars, (atom, _)| vars | atom.vars())
@@ -546,6 +556,24 @@ mod tests {
         let q = var(3, 8 * 128 * 64);
         let split = coordinates(&q, &[8, 128, 64]);
         assert_eq!(linear(&split, &[8, 128, 64]), q);
+    }
+
+    /// A quotient is small where what it divides is not.
+    #[test]
+    fn the_largest_number_may_be_inside() {
+        let scaled = var(0, 70_000).scale(70_001);
+        let quotient = scaled.div(70_000);
+        assert_eq!(quotient.range().1, 69_999);
+        assert_eq!(quotient.most(), 69_999 * 70_001);
+        assert_eq!(quotient.rem(7).most(), 69_999 * 70_001);
+        let data = Atom::Data {
+            slot: 0,
+            extent: 1 << 32,
+            vars: 1,
+        };
+        let backward = Index::constant((1 << 32) - 1).add(&Index::atom(data).scale(-1));
+        assert_eq!(backward.div(1 << 20).most(), (1 << 32) - 1);
+        assert_eq!(var(0, 8).scale(3).shift(2).most(), 23);
     }
 
     /// Simplified indices have the values of the formulas they were made from, on every point of a space.

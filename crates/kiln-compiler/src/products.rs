@@ -48,6 +48,20 @@ pub enum Cut {
     Depth,
 }
 
+/// The most matrices that a product with an operand in pieces reads in pieces: each is 128 bytes of the
+/// arguments of a kernel, of which all together have 4 KiB.
+const MOST_MATRICES: usize = 24;
+
+impl Cut {
+    /// The most pieces of an operand that is read in pieces.
+    pub fn most_pieces(self) -> usize {
+        match self {
+            Cut::Rows | Cut::Columns => MOST_MATRICES,
+            Cut::Depth => MOST_MATRICES / 2,
+        }
+    }
+}
+
 /// The dimension along which the operands of `node` are concatenations, and no others, as this pass makes
 /// them.
 pub fn cut(graph: &Graph, node: Node) -> Option<Cut> {
@@ -78,7 +92,7 @@ pub fn cut(graph: &Graph, node: Node) -> Option<Cut> {
 }
 
 /// [`cut`], if the product reads the pieces where they are stored: of types, sizes and extents that a target
-/// with such products takes.
+/// with such products takes, and not too many.
 pub fn read_in_pieces(graph: &Graph, policy: &Policy, node: Node) -> Option<Cut> {
     let unit = policy.product_piece?;
     let cut = cut(graph, node)?;
@@ -98,6 +112,7 @@ pub fn read_in_pieces(graph: &Graph, policy: &Policy, node: Node) -> Option<Cut>
     };
     let mut pieces = graph.def(whole).inputs.iter();
     let fits = dims.a_batch.is_empty()
+        && pieces.len() <= cut.most_pieces()
         && data
             .inputs
             .iter()

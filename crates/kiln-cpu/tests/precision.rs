@@ -39,6 +39,11 @@ fn long_sums_round_once() {
 }
 
 #[test]
+fn updates_of_16_bits_round_once() {
+    target::check_updates_of_16_bits();
+}
+
+#[test]
 fn statistics_of_channels_do_not_cancel() {
     target::check_statistics_of_channels();
 }

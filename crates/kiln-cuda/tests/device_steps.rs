@@ -292,7 +292,10 @@ fn products_by_warpgroups() {
         ..gpu.target()
     };
     for dtype in ["bf16", "f16"] {
-        for graph in behind::nests(dtype).into_iter().chain([behind::products(dtype)]) {
+        for graph in behind::nests(dtype)
+            .into_iter()
+            .chain([behind::products(dtype), behind::placed(dtype)])
+        {
             let checked = check_for(&gpu, &graph, None, &target);
             assert_eq!(checked, Ok(Some(())), "{} of {dtype}", graph.name);
         }

@@ -849,6 +849,28 @@ fn results_take_over_arguments() {
     }
 }
 
+/// A tensor without its first element, in its place, with a maximum: one row, of which one element is read
+/// apart by threads that may be behind those that store it.
+#[test]
+fn a_single_row_takes_over_an_argument() {
+    for count in [4096, 100] {
+        let text = format!(
+            "graph @in_place {{
+  %x = parameter 0 : f32[{count}]
+  %s = slice %x {{starts=[0], limits=[1], steps=[1]}} : f32[1]
+  %n = reshape %s : f32[]
+  %b = broadcast %n {{dims=[]}} : f32[{count}]
+  %y = sub %x, %b : f32[{count}]
+  %m = reduce max %y {{axes=[0]}} : f32[]
+  return %y (alias 0), %m
+}}"
+        );
+        check(&text);
+        let step = compile(&parse(&text), &Options::default(), &CudaTarget::default()).unwrap();
+        assert_eq!(step.code.functions.len(), 1, "one kernel reads and stores");
+    }
+}
+
 /// Tensors of 2^31 elements and more fit into no test, but their kernels compile, and their positions have 64
 /// bits.
 #[test]
@@ -876,6 +898,29 @@ fn positions_beyond_32_bits() {
     let Some(nvrtc) = common::nvrtc() else { return };
     let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
     compiler.compile(&step.code.sources().0).unwrap();
+}
+
+/// A position is a quotient of a number that has more than 32 bits where the position has not: an element of
+/// each row of a broadcast tensor.
+#[test]
+fn quotients_of_numbers_beyond_32_bits() {
+    let text = "graph @diagonal {
+  %x = parameter 0 : f32[70000]
+  %b = broadcast %x {dims=[0]} : f32[70000,70000]
+  %f = reshape %b : f32[4900000000]
+  %d = slice %f {starts=[0], limits=[4900000000], steps=[70001]} : f32[70000]
+  %y = exp %d : f32[70000]
+  return %y
+}";
+    let step = compile(&parse(text), &Options::default(), &CudaTarget::default()).unwrap();
+    let [function] = &step.code.functions[..] else {
+        panic!("{} kernels", step.code.functions.len());
+    };
+    let body = &function.text.body;
+    assert!(
+        body.contains("* 70001) / 70000") && !body.contains("kiln_u32"),
+        "{body}"
+    );
 }
 
 /// Updates of tensors of any size, and with numbers of their own, share one text and one launch.
@@ -960,6 +1005,14 @@ fn what_is_rounded_to_16_bits_may_be_a_little_off() {
         %s = sqrt %l : f32[64,48]
         %y = cast %s : f16[64,48]";
     assert_eq!(near(logarithm, "%y"), "sqrt");
+    // A gradient looks for the largest number of 16 bits by its value, in a kernel that computes it anew.
+    let largest = "%e = exp %x : f32[64,48]
+        %y = cast %e : bf16[64,48]
+        %m = reduce max %y {axes=[1]} : bf16[64]
+        %z = tanh %x : f32[64,48]
+        %w = cast %z : bf16[64,48]
+        %v = min %w, %y : bf16[64,48]";
+    assert_eq!(near(largest, "%y, %m, %v"), "");
     // A sum over a row that is rounded, and what divides by it.
     let softmax = "%e = exp %x : f32[64,48]
         %sum = reduce sum %e {axes=[1]} : f32[64]

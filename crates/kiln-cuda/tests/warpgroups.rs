@@ -13,7 +13,7 @@ use kiln_cuda::emit::product::padded::Padding;
 use kiln_cuda::emit::product::warpgroups::Warpgroups;
 use kiln_cuda::testing::host::{Differential, Outcome};
 use kiln_cuda::{CudaStep, CudaTarget};
-use kiln_graph::Graph;
+use kiln_graph::{DType, Graph, HostTensor};
 
 fn code(graph: &Graph, warpgroups: Warpgroups) -> StepCode {
     let target = CudaTarget {
@@ -72,6 +72,24 @@ fn where_the_template_is_not_product_and_nest_follow_each_other() {
             );
         }
     }
+}
+
+/// What is cut off to 16 bits is a number of 16 bits: neighbours that are stored one by one are rounded as
+/// those that are stored together.
+#[test]
+fn neighbours_apart_are_rounded() {
+    let code = code(&behind::placed("bf16"), Warpgroups::WherePays);
+    assert_eq!(own_products(&code), 1);
+    let mut stored = 0;
+    for body in code.functions.iter().map(|function| &function.text.body) {
+        for part in body.split("kiln_upper(").skip(1) {
+            let name = part.split(')').next().unwrap();
+            let (_, definition) = body.split_once(&format!("const float {name} = ")).unwrap();
+            assert!(definition.starts_with("kiln_rounded<kiln_bf16>("), "{body}");
+            stored += 1;
+        }
+    }
+    assert_eq!(stored, 1);
 }
 
 #[test]
@@ -252,13 +270,99 @@ fn where_the_template_is_not_pieces_are_products_of_their_own() {
     }
 }
 
+/// A kernel has room for so many matrices: of more pieces the concatenation is made, and more products that
+/// share an operand are several.
+#[test]
+fn a_kernel_reads_a_few_matrices() {
+    let most = |text: &str| {
+        let code = code(&Graph::parse(text).unwrap(), Warpgroups::Always);
+        let matrices = |call: &CallKind| match call {
+            CallKind::Launch { arguments, .. } => arguments
+                .iter()
+                .filter(|argument| matches!(argument, Pointer::Matrix(..)))
+                .count(),
+            _ => 0,
+        };
+        let calls = code.calls.iter().map(|call| match &call.kind {
+            CallKind::Either { own, .. } => own.iter().map(matrices).max().unwrap_or(0),
+            call => matrices(call),
+        });
+        calls.max().unwrap_or(0)
+    };
+    let numbered = |count: usize, line: &dyn Fn(usize) -> String| (0..count).map(line).collect::<String>();
+    let names = |name: &str, count: usize| {
+        let names: Vec<String> = (0..count).map(|at| format!("%{name}{at}")).collect();
+        names.join(", ")
+    };
+    for (pieces, expected) in [(24, 25), (25, 2)] {
+        let text = format!(
+            "graph @pieces {{\n{}%x = parameter {pieces} : bf16[256,64]\n\
+             %w = concat {} {{axis=1}} : bf16[64,{wide}]\n\
+             %y = dot_general %x, %w {{a_contract=[1], b_contract=[0]}} : bf16[256,{wide}]\nreturn %y\n}}",
+            numbered(pieces, &|at| format!("%w{at} = parameter {at} : bf16[64,512]\n")),
+            names("w", pieces),
+            wide = 512 * pieces,
+        );
+        assert_eq!(most(&text), expected, "{pieces} pieces");
+    }
+    let shared = format!(
+        "graph @shared {{\n%x = parameter 0 : bf16[256,64]\n{}return {}\n}}",
+        numbered(30, &|at| {
+            format!(
+                "%w{at} = parameter {} : bf16[64,512]\n\
+                 %y{at} = dot_general %x, %w{at} {{a_contract=[1], b_contract=[0]}} : bf16[256,512]\n",
+                at + 1
+            )
+        }),
+        names("y", 30),
+    );
+    assert_eq!(most(&shared), 25, "shared");
+}
+
+/// The terms of a product in pieces along its depth may be larger than any number of f16, and their sum not.
+#[test]
+fn terms_are_added_before_they_are_rounded() {
+    let graph = Graph::parse(
+        "graph @terms {
+          %a = parameter 0 : f16[1304,48]
+          %b = parameter 1 : f16[1304,48]
+          %u = parameter 2 : f16[48,1288]
+          %v = parameter 3 : f16[48,1288]
+          %l = concat %a, %b {axis=1} : f16[1304,96]
+          %r = concat %u, %v {axis=0} : f16[96,1288]
+          %y = dot_general %l, %r {a_contract=[1], b_contract=[0]} : f16[1304,1288]
+          return %y
+        }",
+    )
+    .unwrap();
+    let full = |rows: usize, columns: usize, number: f64| {
+        let numbers = std::iter::repeat_n(number, rows * columns);
+        HostTensor::from_floats(DType::F16, [rows, columns], numbers)
+    };
+    let tensors = vec![
+        full(1304, 48, 40.0),
+        full(1304, 48, -40.0),
+        full(48, 1288, 40.0),
+        full(48, 1288, 40.0),
+    ];
+    // The template where it is tried, elsewhere products of the pieces.
+    let differential = Differential::new(&graph).arguments(tensors, Vec::new());
+    let code = differential.compile().unwrap().code;
+    let products = code
+        .calls
+        .iter()
+        .filter(|call| !matches!(call.kind, CallKind::Launch { .. }));
+    assert_eq!(products.count(), 2, "{:?}", code.calls);
+    assert_eq!(differential.check(), Ok(Outcome::Same));
+}
+
 #[test]
 fn nvrtc_compiles_them() {
     let Some(nvrtc) = common::nvrtc() else { return };
     let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
     for dtype in ["bf16", "f16"] {
         let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
-        let alone = [behind::products(dtype)];
+        let alone = [behind::products(dtype), behind::placed(dtype)];
         let summed = behind::sums(dtype).into_iter().map(|summed| summed.graph);
         let steps = behind::nests(dtype)
             .into_iter()

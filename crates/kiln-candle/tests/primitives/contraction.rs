@@ -6,7 +6,7 @@ use crate::common::{
 use kiln_graph::interpret::interpret;
 use kiln_graph::op::{ConvDims, Dims, DotDims, Op, ScatterMode, Window};
 use kiln_graph::testing::every_attention;
-use kiln_graph::{DType, HostTensor, Shape};
+use kiln_graph::{DType, Graph, HostTensor, Provenance, Shape, TensorType};
 
 fn dims<const N: usize>(list: [usize; N]) -> Dims {
     Dims::from_slice(&list)
@@ -276,6 +276,32 @@ fn average_pooling() {
                     input: Dims::from_slice(&shape[2..]),
                 };
                 check_by(op, &[dy], Relative::Tensor, 1.0);
+            }
+        }
+    }
+}
+
+/// What a mean divides by is counted without a dilation, so the graph takes none.
+#[test]
+fn means_have_no_dilation() {
+    for (dilation, extent) in [(1, 4), (2, 3)] {
+        let window = window([[2], [1], [0], [0], [dilation]], false);
+        let mean = Op::AvgPool {
+            window: window.clone(),
+            count_include_pad: true,
+        };
+        let gradient = Op::AvgPoolGrad {
+            window,
+            count_include_pad: true,
+            input: Dims::from_slice(&[5]),
+        };
+        for (op, given) in [(mean, 5), (gradient, extent)] {
+            let mut graph = Graph::new("mean");
+            let x = graph.parameter(TensorType::new(DType::F32, [1, 1, given]));
+            let added = graph.add_node(op, &[x], Provenance::default());
+            match added {
+                Ok(_) => assert_eq!(dilation, 1),
+                Err(error) => assert!(dilation == 2 && error.to_string().contains("dilation"), "{error}"),
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Pointwise primitives over every pair of telling numbers, in every element type.
 
 use crate::common::{FLOATS, INTS, Relative, check, check_by, pairs, random, special, special_ints};
-use kiln_graph::op::{BinaryOp, CompareOp, UnaryOp};
+use kiln_graph::op::{BinaryOp, CompareOp, ReduceOp, UnaryOp};
 use kiln_graph::{DType, HostTensor, Op};
 
 fn all_special(dtype: DType) -> HostTensor {
@@ -134,4 +134,55 @@ fn casts_saturate() {
             check(Op::Cast(to), std::slice::from_ref(&x));
         }
     }
+}
+
+/// Numbers a little above the middle of two results, which a rounding on the way takes to the middle.
+#[test]
+fn casts_round_once() {
+    let exact = |x: HostTensor, to: DType, expected: f64| {
+        let got = check(Op::Cast(to), std::slice::from_ref(&x));
+        assert_eq!(got[0].to_f64s(), [expected], "{:?} to {to}", x.ty());
+    };
+    let int = |dtype: DType, value: i64| HostTensor::from_ints(dtype, [1], [value]);
+    // 2^25 + 2^17 + 1: results are 2^18 apart, and numbers of f32 4.
+    for dtype in [DType::I32, DType::U32, DType::I64, DType::U64] {
+        exact(int(dtype, 33_685_505), DType::BF16, 33_816_576.0);
+    }
+    // 2049: results are 2 apart.
+    exact(int(DType::I16, 2049), DType::F16, 2048.0);
+    // 2^62 + 2^54 + 1: f64 ends where the middle is.
+    let near_middle = (1i64 << 62) + (1 << 54) + 1;
+    for dtype in [DType::I64, DType::U64] {
+        exact(
+            int(dtype, near_middle),
+            DType::BF16,
+            2f64.powi(62) + 2f64.powi(55),
+        );
+    }
+    // 2^63 + 2^39 + 1 by its bits, to f32.
+    let near_middle = i64::MIN + (1 << 39) + 1;
+    exact(
+        int(DType::U64, near_middle),
+        DType::F32,
+        2f64.powi(63) + 2f64.powi(40),
+    );
+    let float = |value: f64| HostTensor::from_floats(DType::F64, [1], [value]);
+    exact(
+        float(1.0 + 2f64.powi(-8) + 2f64.powi(-40)),
+        DType::BF16,
+        1.0 + 2f64.powi(-7),
+    );
+    exact(
+        float(1.0 + 2f64.powi(-11) + 2f64.powi(-40)),
+        DType::F16,
+        1.0 + 2f64.powi(-10),
+    );
+    // A sum of such, in f64.
+    let terms = HostTensor::from_floats(DType::BF16, [3], [1.0, 2f64.powi(-8), 2f64.powi(-40)]);
+    let sum = Op::Reduce {
+        op: ReduceOp::Sum,
+        axes: [0].into_iter().collect(),
+    };
+    let got = check(sum, &[terms]);
+    assert_eq!(got[0].to_f64s(), [1.0 + 2f64.powi(-7)]);
 }

@@ -110,7 +110,9 @@ impl<'a> Search<'a> {
             self.leaves(root, &mut leaves);
             let (mut terms, mut rest): (Vec<Term>, Vec<Value>) = (Vec::new(), Vec::new());
             for leaf in leaves {
-                let term = self.term(root, leaf);
+                let term = self
+                    .term(root, leaf)
+                    .filter(|_| terms.len() < Cut::Depth.most_pieces());
                 match term.filter(|term| terms.first().is_none_or(|first| self.adds_to(first, term))) {
                     Some(term) => terms.push(term),
                     None => rest.push(leaf),
@@ -219,7 +221,7 @@ impl<'a> Search<'a> {
                     continue;
                 };
                 let own = found.entry(key).or_default();
-                let goes = |list: &&usize| self.goes_with(&candidates, &lists[**list].members, &candidate);
+                let goes = |list: &&usize| self.goes_with(&candidates, &lists[**list], &candidate);
                 match own.iter().find(goes) {
                     Some(&list) => lists[list].members.push(number),
                     None => {
@@ -354,7 +356,11 @@ impl<'a> Search<'a> {
     }
 
     /// Whether a candidate may join `members`, all before it.
-    fn goes_with(&self, candidates: &[Candidate], members: &[usize], candidate: &Candidate) -> bool {
+    fn goes_with(&self, candidates: &[Candidate], list: &List, candidate: &Candidate) -> bool {
+        let List { cut, members, .. } = list;
+        if members.len() >= cut.most_pieces() {
+            return false;
+        }
         let nodes: Vec<Node> = members.iter().map(|&number| candidates[number].node).collect();
         let (first, last) = (&candidates[members[0]], nodes[nodes.len() - 1]);
         let place = |node: Node| self.products.partition_point(|&product| product < node);

@@ -176,6 +176,63 @@ pub fn check_statistics_of_channels() {
     }
 }
 
+/// Elements of 16 bits that many updates meet are rounded once: ones add up to a number at which each further
+/// one would be lost.
+pub fn check_updates_of_16_bits() {
+    const COUNT: usize = 2560;
+    // Changes no element, but makes an image of the scheduler's layout.
+    let window = "size=[1,1], stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
+    for dtype in [DType::F16, DType::BF16] {
+        let text = format!(
+            "graph @updates {{
+  %x = parameter 0 : {dtype}[4,40]
+  %u = parameter 1 : {dtype}[{COUNT},40]
+  %i = parameter 2 : i64[{COUNT},40]
+  %j = parameter 3 : i64[{COUNT}]
+  %scattered = scatter add %x, %i, %u {{axis=0}} : {dtype}[4,40]
+  %put = index_put add %x, %j, %u {{axis=0}} : {dtype}[4,40]
+  %zero = constant 0.0 : {dtype}[]
+  %zeros = broadcast %zero {{dims=[]}} : {dtype}[4,40]
+  %started = index_put add %zeros, %j, %u {{axis=0}} : {dtype}[4,40]
+  %dy = parameter 4 : {dtype}[1,2,40,64]
+  %at = parameter 5 : i32[1,2,40,64]
+  %plane = max_pool_grad %dy, %at {{input=[5,3]}} : {dtype}[1,2,5,3]
+  %image = avg_pool %dy {{{window}}} : {dtype}[1,2,40,64]
+  %largest = max_pool_grad %image, %at {{input=[5,3]}} : {dtype}[1,2,5,3]
+  %channels = abs %largest : {dtype}[1,2,5,3]
+  %dv = parameter 6 : {dtype}[1,2,8,8,40]
+  %in = parameter 7 : i32[1,2,8,8,40]
+  %volume = max_pool_grad %dv, %in {{input=[5,3,2]}} : {dtype}[1,2,5,3,2]
+  return %scattered, %put, %started, %plane, %channels, %volume
+}}"
+        );
+        let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{error}: {text}"));
+        let parameters = graph.parameters().iter().enumerate();
+        let inputs: Vec<HostTensor> = parameters
+            .map(|(number, &value)| {
+                let ty = graph.ty(value);
+                let (elements, shape) = (ty.numel(), ty.shape.clone());
+                match ty.dtype.is_float() {
+                    true => {
+                        let each = if number == 0 { 0.0 } else { 1.0 };
+                        HostTensor::from_floats(dtype, shape, std::iter::repeat_n(each, elements))
+                    }
+                    false => HostTensor::from_ints(ty.dtype, shape, std::iter::repeat_n(1, elements)),
+                }
+            })
+            .collect();
+        let expected = interpret_f64(&graph, &inputs, &[]).unwrap();
+        for (number, (result, expected)) in super::run(&graph, &inputs).iter().zip(&expected).enumerate() {
+            let (result, expected) = (result.to_f64s(), expected.to_f64s());
+            assert!(
+                expected.contains(&(COUNT as f64)),
+                "result {number}: {expected:?}"
+            );
+            assert_eq!(result, expected, "result {number} of {dtype}");
+        }
+    }
+}
+
 /// What is computed, the shapes of its two arguments and of the result, and the bound in units.
 pub type Case = (String, &'static str, &'static str, &'static str, f64);
 

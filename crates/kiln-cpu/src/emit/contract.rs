@@ -39,7 +39,7 @@ pub fn generate(
     if let Some(call) = super::attention::generate(graph, kernel, node, options) {
         return Some(vec![call]);
     }
-    let launches = library::generate(graph, node, &kernel.reads, options.layouts)?;
+    let launches = library::generate(graph, node, &kernel.reads, options.layouts, options.threads)?;
     Some(launches.into_iter().map(Call::Task).collect())
 }
 

@@ -351,10 +351,10 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     // The template for planes computes in f32 only.
     let planes = storage.element() == Element::F32 && is_planar(&spec, grad);
     let made = match (planes, grad) {
-        _ if !options.writes => kernels::KernelText::planned(match planes {
-            true => pool::workspace(spec.kind, &spec.geometry, grad, spec.threads, options.isa),
-            false => 0,
-        }),
+        (true, _) if !options.writes => {
+            let bytes = pool::workspace(spec.kind, &spec.geometry, grad, spec.threads, options.isa);
+            kernels::KernelText::planned(bytes)
+        }
         (true, false) => pool::forward(planar(&spec, grad), options.isa),
         (true, true) => pool::input_grad(planar(&spec, grad), options.isa),
         (false, false) => channels::forward(&spec, options.isa),

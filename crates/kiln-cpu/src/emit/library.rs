@@ -7,6 +7,7 @@
 mod convolution;
 mod indexed;
 mod pooling;
+mod sums;
 
 use std::fmt::Write as _;
 
@@ -22,6 +23,7 @@ use crate::policy::SERIAL_POINTS;
 use convolution::{convolution, convolution_input, convolution_weight};
 use indexed::{index_put, scatter, update_slice};
 use pooling::{avg_pool, avg_pool_grad, max_pool, max_pool_grad};
+use sums::Sums;
 
 /// The text of one function in the making.
 struct Text {
@@ -167,8 +169,14 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// Plain loops for `node`; none if there are none for its operation.
-pub fn generate(graph: &Graph, node: Node, reads: &[Buffer], layouts: &Layouts) -> Option<Vec<Launch>> {
+/// Plain loops for `node`, for at most `threads` threads; none if there are none for its operation.
+pub fn generate(
+    graph: &Graph,
+    node: Node,
+    reads: &[Buffer],
+    layouts: &Layouts,
+    threads: usize,
+) -> Option<Vec<Launch>> {
     let data = graph.node(node);
     let w = Writer::new(graph, node);
     let launch = match &data.op {
@@ -179,15 +187,15 @@ pub fn generate(graph: &Graph, node: Node, reads: &[Buffer], layouts: &Layouts) 
         Op::Cumulative { op, axis } => cumulative(w, *op, *axis),
         Op::Pad { low, .. } => pad(w, low),
         Op::UpdateSlice { starts, steps } => update_slice(w, starts, steps),
-        Op::Scatter { axis, mode } => scatter(w, *axis, *mode),
-        Op::IndexPut { axis, mode } => index_put(w, *axis, *mode),
+        Op::Scatter { axis, mode } => scatter(w, *axis, *mode, threads),
+        Op::IndexPut { axis, mode } => index_put(w, *axis, *mode, threads),
         Op::DotGeneral(_) => dot(w, reads, layouts),
         Op::Conv(conv) => convolution(w, conv),
         Op::ConvInputGrad { conv, .. } => convolution_input(w, conv),
         Op::ConvWeightGrad { conv, .. } => convolution_weight(w, conv),
         Op::MaxPool(window) => max_pool(w, window, false),
         Op::MaxPoolWithIndices { window, .. } => max_pool(w, window, true),
-        Op::MaxPoolGrad { .. } => max_pool_grad(w),
+        Op::MaxPoolGrad { .. } => max_pool_grad(w, threads),
         Op::AvgPool {
             window,
             count_include_pad,
@@ -433,11 +441,11 @@ fn sort(mut w: Writer, axis: usize, descending: bool, first: Option<usize>) -> L
     })
 }
 
-/// Bytes of scratch memory that [`generate`]'s kernel for `node` needs.
-pub fn scratch(graph: &Graph, node: Node) -> usize {
+/// Bytes of scratch memory that [`generate`]'s kernel for `node` needs on at most `threads` threads.
+pub fn scratch(graph: &Graph, node: Node, threads: usize) -> usize {
     let data = graph.node(node);
     match data.op {
         Op::Sort { .. } | Op::TopK { .. } => graph.ty(data.inputs[0]).numel() * 16,
-        _ => 0,
+        _ => Sums::of(graph, node, threads).map_or(0, |sums| sums.scratch()),
     }
 }

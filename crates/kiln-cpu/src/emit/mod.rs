@@ -122,7 +122,7 @@ pub fn scratch(
         | Op::AvgPool { .. }
         | Op::AvgPoolGrad { .. } => true,
         // Plain loops.
-        _ => return Ok(Some(library::scratch(graph, node))),
+        _ => return Ok(Some(library::scratch(graph, node, options.threads))),
     };
     if !template_plans {
         return Ok(None);
@@ -162,12 +162,12 @@ pub fn generate(
         }
     };
     if let Some(calls) = contract::generate(graph, kernel, node, options) {
-        let scratch = calls
-            .iter()
-            .map(Call::workspace_bytes)
-            .max()
-            .unwrap_or(0)
-            .max(library::scratch(graph, node));
+        // Plain loops have none of their own.
+        let bytes = |call: &Call| match call {
+            Call::Task(_) => library::scratch(graph, node, options.threads),
+            call => call.workspace_bytes(),
+        };
+        let scratch = calls.iter().map(bytes).max().unwrap_or(0);
         return Ok(KernelCode { calls, scratch });
     }
     if let Op::Extern(op) = &graph.node(node).op

@@ -144,6 +144,31 @@ impl Image {
     }
 }
 
+/// Whether kernels count images, channels and the places of each dimension in 31 bits, with windows that
+/// reach so far beyond an image. A plane may have more places than that.
+pub fn has_places(images: [&Image; 2], beyond: [usize; 3]) -> bool {
+    let counted = |count: usize| count <= i32::MAX as usize;
+    images.iter().all(|image| {
+        counted(image.images)
+            && counted(image.channels)
+            && (0..3).all(|axis| counted(image.extents[axis].saturating_add(beyond[axis])))
+    })
+}
+
+/// How far beyond an image windows reach, the last of which may begin in its padding.
+pub fn beyond(
+    size: [usize; 3],
+    dilation: [usize; 3],
+    [low, high]: [[usize; 3]; 2],
+    stride: [usize; 3],
+) -> [usize; 3] {
+    std::array::from_fn(|axis| {
+        let reach = size[axis].saturating_mul(dilation[axis]);
+        let padding = low[axis].saturating_add(high[axis]);
+        reach.saturating_add(padding).saturating_add(stride[axis])
+    })
+}
+
 /// The type that sums of `dtype` are given in: integers in 64 bits, of which the result has the lowest. What
 /// adds up integers does so without a sign, where they wrap.
 pub fn sum_type(dtype: DType) -> &'static str {

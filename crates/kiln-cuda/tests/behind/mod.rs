@@ -208,9 +208,27 @@ const BIASED: &str = "graph @biased {
   return %o0, %o1, %o2
 }";
 
+/// A result that is placed in rows of an odd length: its neighbours are stored one by one.
+const PLACED: &str = "graph @placed {
+  %x = parameter 0 : T[1304,72]
+  %w = parameter 1 : T[72,1288]
+  %e = parameter 2 : T[1304,3]
+  %p = dot_general %x, %w {a_contract=[1], b_contract=[0]} : T[1304,1288]
+  %f = cast %p : f32[1304,1288]
+  %t = tanh %f : f32[1304,1288]
+  %h = cast %t : T[1304,1288]
+  %c = concat %h, %e {axis=1} : T[1304,1291]
+  return %c
+}";
+
 /// `text` with elements of `dtype`.
 fn graph(text: &str, dtype: &str) -> Graph {
     Graph::parse(&text.replace("T[", &format!("{dtype}["))).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A step whose product has a nest behind it that stores neighbours one by one.
+pub fn placed(dtype: &str) -> Graph {
+    graph(PLACED, dtype)
 }
 
 /// Products with nothing behind them.

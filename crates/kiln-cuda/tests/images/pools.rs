@@ -38,7 +38,10 @@ impl Pool {
     }
 
     pub fn output(&self) -> Vec<usize> {
-        let window = self.window();
+        self.extents(&self.window())
+    }
+
+    fn extents(&self, window: &Window) -> Vec<usize> {
         (0..self.input.len())
             .map(|axis| window.output_extent(axis, self.input[axis]).unwrap())
             .collect()
@@ -64,8 +67,17 @@ impl Pool {
             format!("{dtype}{y}"),
         );
         let plain = window(self.dilation);
+        // Means have no dilation.
+        let ones = vec![1; dims];
+        let undilated = Window {
+            dilation: ones.iter().copied().collect(),
+            ..self.window()
+        };
+        let means = self.extents(&undilated);
+        let means = format!("{dtype}[{},{},{}]", self.images, self.channels, bare(&means));
         let mean = format!(
-            "{plain}{}",
+            "{}{}",
+            window(&ones),
             if self.padding {
                 ", count_include_pad=true"
             } else {
@@ -88,10 +100,11 @@ impl Pool {
             text,
             "  %7 = max_pool_grad %{gradient}, %6 {{input={input}}} : {x}"
         );
-        let _ = writeln!(text, "  %8 = avg_pool %{image} {{{mean}}} : {y}");
+        let _ = writeln!(text, "  %8 = avg_pool %{image} {{{mean}}} : {means}");
+        let of_means = if means == y { gradient } else { "8" };
         let _ = writeln!(
             text,
-            "  %9 = avg_pool_grad %{gradient} {{{mean}, input={input}}} : {x}"
+            "  %9 = avg_pool_grad %{of_means} {{{mean}, input={input}}} : {x}"
         );
         // In one layout the indices are a result, in the other they are not and are stored as images are.
         if last {
@@ -99,7 +112,7 @@ impl Pool {
                 ("10", "4", &y),
                 ("11", "5", &y),
                 ("12", "7", &x),
-                ("13", "8", &y),
+                ("13", "8", &means),
                 ("14", "9", &x),
             ] {
                 text += &same(name, of, ty, dims);

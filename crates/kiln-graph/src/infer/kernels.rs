@@ -104,8 +104,13 @@ impl Rule<'_> {
                 })?;
                 one(self.product_type(x.dtype, conv.result)?, w.shape)
             }
-            Op::MaxPool(window) | Op::AvgPool { window, .. } => {
+            Op::MaxPool(window) => {
                 let [x] = self.operands()?;
+                one(x.dtype, self.pool_output(window, x)?)
+            }
+            Op::AvgPool { window, .. } => {
+                let [x] = self.operands()?;
+                self.undilated(window)?;
                 one(x.dtype, self.pool_output(window, x)?)
             }
             Op::MaxPoolWithIndices { window, dtype } => {
@@ -135,6 +140,7 @@ impl Rule<'_> {
             }
             Op::AvgPoolGrad { window, input, .. } => {
                 let [dy] = self.operands()?;
+                self.undilated(window)?;
                 self.planes(dy, input.len())?;
                 let x = TensorType::new(dy.dtype, Shape::new(dy.shape[..2].iter().chain(input).copied()));
                 let expected = self.pool_output(window, &x)?;
@@ -188,6 +194,13 @@ impl Rule<'_> {
             }
         }
         Ok(shape)
+    }
+
+    /// What a mean divides by is counted from where a window begins and ends: its elements are neighbours.
+    fn undilated(&self, window: &Window) -> Infer<()> {
+        self.require(window.dilation.iter().all(|&n| n == 1), || {
+            format!("the dilation {:?} of a mean is not 1", window.dilation)
+        })
     }
 
     fn pool_output(&self, window: &Window, x: &TensorType) -> Infer<Shape> {

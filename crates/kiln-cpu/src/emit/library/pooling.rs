@@ -4,6 +4,7 @@ use kiln_graph::DType;
 use kiln_graph::op::{BinaryOp, ReduceOp, Window};
 
 use super::convolution::{reverse_taps, taps};
+use super::sums::{Place, Sums};
 use super::{Text, Writer, c, position};
 use crate::emit::nest::Launch;
 
@@ -66,20 +67,35 @@ pub(super) fn max_pool(w: Writer, window: &Window, indices: bool) -> Launch {
     })
 }
 
-pub(super) fn max_pool_grad(w: Writer) -> Launch {
+pub(super) fn max_pool_grad(mut w: Writer, threads: usize) -> Launch {
     let (dy, out) = (w.shape(0), w.out_shape());
     let (small, large): (usize, usize) = (dy[2..].iter().product(), out[2..].iter().product());
+    let sums = Sums::of(w.graph, w.node, threads).map(|sums| sums.declared(&mut w));
     w.task(out[0] * out[1], small + large, |w, t| {
-        let dtype = w.dtype(0);
-        t.line(format!("memset(out0 + i * {large}, 0, {large} * sizeof *out0);"));
+        let (dtype, sums) = (w.dtype(0), sums.as_ref());
+        let place = Place {
+            out: &format!("i * {large} + at"),
+            sum: "at",
+        };
+        match sums {
+            Some(declaration) => {
+                t.line(declaration);
+                t.line(format!("memset(sums, 0, {large} * sizeof *sums);"));
+            }
+            None => t.line(format!("memset(out0 + i * {large}, 0, {large} * sizeof *out0);")),
+        }
         t.each("k", small);
         t.line(format!(
-            "const int64_t at = i * {large} + clamp_index((int64_t)in1[i * {small} + k], {large});"
+            "const int64_t at = clamp_index((int64_t)in1[i * {small} + k], {large});"
         ));
-        t.line(format!(
-            "put_{dtype}(out0 + at, get_{dtype}(out0 + at) + get_{dtype}(in0 + i * {small} + k));"
-        ));
+        let sum = format!("{} + get_{dtype}(in0 + i * {small} + k)", place.get(dtype, sums));
+        t.line(place.put(dtype, sums, &sum));
         t.close();
+        if sums.is_some() {
+            t.each("at", large);
+            place.store(t, dtype, sums);
+            t.close();
+        }
     })
 }
 

@@ -154,7 +154,7 @@ pub fn forward(spec: &ChannelPool, isa: Isa) -> KernelText {
     let body = lines(g.output, g.channels, lanes, "", each);
     let units = g.images * g.output[0];
     let elements = g.images * g.channels * (g.input[0] * g.input[1] + g.output[0] * g.output[1]);
-    kernel(spec, &tables, &body, units, elements)
+    kernel(spec, &tables, &body, units, elements, 0)
 }
 
 /// Statements before, within and after the window of a maximum.
@@ -263,7 +263,15 @@ fn lines(
     )
 }
 
-fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: usize) -> KernelText {
+/// The kernel around `body`, with so many bytes of working memory.
+fn kernel(
+    spec: &ChannelPool,
+    before: &str,
+    body: &str,
+    units: usize,
+    elements: usize,
+    workspace: usize,
+) -> KernelText {
     let g = &spec.geometry;
     let frame = Frame {
         name: &spec.name,
@@ -277,7 +285,7 @@ fn kernel(spec: &ChannelPool, before: &str, body: &str, units: usize, elements: 
     );
     let source = frame.head(&about, "") + before + &frame.part("", "units", body);
     let calls = frame.run(elements < SERIAL_POOLING)(&format!("{}_units", frame.name), units);
-    frame.finish(source, &calls, 0)
+    frame.finish(source, &calls, workspace)
 }
 
 /// As [`super::input_grad`].
@@ -288,6 +296,8 @@ pub fn input_grad(spec: &ChannelPool, isa: Isa) -> KernelText {
     }
 }
 
+/// The gradient of the maximum, element by element. Sums of elements of 16 bits are in working memory, as
+/// f32, so that they are rounded once.
 fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
     let g = &spec.geometry;
     let [height, width] = g.input;
@@ -296,29 +306,68 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
         |indices| format!("*({})", indices.memory.at("y", "x")),
     );
     let (at_y, at_x) = (&format!("(index / {width})"), &format!("(index % {width})"));
-    let sum = spec.output.load(spec.storage, Width::Scalar, at_y, at_x);
-    let blocks = g.channels.div_ceil(lanes);
     let pixels = height * width;
-    let body = format!(
-        "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {blocks}, from = unit % {blocks} * {lanes};\n    const \
-         int64_t to = from + {lanes} < {channels} ? from + {lanes} : {channels};\n    for (int64_t y = 0; y < {height}; y++)\n        for (int64_t x \
-         = 0; x < {width}; x++)\n            for (int64_t c = from; c < to; c++) {}\n    for (int64_t y = 0; y < {}; y++)\n        for (int64_t x = 0; \
-         x < {}; x++)\n            for (int64_t c = from; c < to; c++) {{\n                int64_t index = (int64_t){index};\n                index = \
-         index < 0 ? 0 : index >= {pixels} ? {} : index;\n                {}\n            }}\n}}\n",
-        spec.store(Width::Scalar, "y", "x", "0.0f"),
-        g.output[0],
-        g.output[1],
-        pixels - 1,
-        spec.store(
-            Width::Scalar,
-            at_y,
-            at_x,
-            &format!("{sum} + {}", spec.load(Width::Scalar, "y", "x"))
+    let each_pixel = |[height, width]: [usize; 2], statement: &str| {
+        format!(
+            "    for (int64_t y = 0; y < {height}; y++)\n        for (int64_t x = 0; x < {width}; x++)\n            \
+             for (int64_t c = from; c < to; c++) {statement}\n"
+        )
+    };
+    let element = spec.load(Width::Scalar, "y", "x");
+    let (own, start, update, end) = match spec.storage.is_plain() {
+        true => {
+            let sum = spec.output.load(spec.storage, Width::Scalar, at_y, at_x);
+            (
+                String::new(),
+                each_pixel(g.input, &spec.store(Width::Scalar, "y", "x", "0.0f")),
+                spec.store(Width::Scalar, at_y, at_x, &format!("{sum} + {element}")),
+                String::new(),
+            )
+        }
+        false => (
+            format!(
+                "float *sums = (float *)(args->workspace + thread * (int64_t){});\n",
+                max_grad_bytes(spec, lanes)
+            ),
+            format!("    __builtin_memset(sums, 0, {pixels} * {lanes} * sizeof(float));\n"),
+            format!("sums[index * {lanes} + c - from] += {element};"),
+            each_pixel(
+                g.input,
+                &spec.store(
+                    Width::Scalar,
+                    "y",
+                    "x",
+                    &format!("sums[(y * {width} + x) * {lanes} + c - from]"),
+                ),
+            ),
         ),
+    };
+    let add = each_pixel(
+        g.output,
+        &format!(
+            "{{\n                int64_t index = (int64_t){index};\n                index = index < 0 ? 0 : index >= \
+             {pixels} ? {} : index;\n                {update}\n            }}",
+            pixels - 1
+        ),
+    );
+    let blocks = g.channels.div_ceil(lanes);
+    let body = format!(
+        "{own}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {blocks}, from = unit % \
+         {blocks} * {lanes};\n    const int64_t to = from + {lanes} < {channels} ? from + {lanes} : {channels};\n\
+         {start}{add}{end}}}\n",
         channels = g.channels,
     );
     let elements = g.images * g.channels * (pixels + g.output[0] * g.output[1]);
-    kernel(spec, "", &body, g.images * blocks, elements)
+    let workspace = max_grad_bytes(spec, lanes) * spec.threads;
+    kernel(spec, "", &body, g.images * blocks, elements, workspace)
+}
+
+/// Bytes of a thread of [`max_grad`].
+fn max_grad_bytes(spec: &ChannelPool, lanes: usize) -> usize {
+    match spec.storage.is_plain() {
+        true => 0,
+        false => (spec.geometry.input.iter().product::<usize>() * lanes * 4).next_multiple_of(64),
+    }
 }
 
 /// The gradient of the maximum, gathered: its sums have the order of [`max_grad`]. None where the windows
@@ -341,8 +390,7 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     };
     let (_, vf) = spec.element().ctypes();
     let dense = |memory: &Memory| memory.strides[4] == 1;
-    // Sums of 16 bits in memory are rounded at each addition, which costs more than gathering numbers with
-    // gaps between them.
+    // Elements of 16 bits are gathered across gaps, too: sums of them need working memory.
     let by_channel =
         dense(&indices.memory) && (!spec.storage.is_plain() || dense(&spec.input) && dense(&spec.output));
     // A window of padding only has the index 0, wherever it is; indices of larger planes wrap.
@@ -388,7 +436,7 @@ fn max_gather(spec: &ChannelPool, lanes: usize) -> Option<KernelText> {
     );
     let body = lines(g.input, g.channels, lanes, &windows, sum);
     let elements = g.images * g.channels * (height * width + g.output[0] * g.output[1]);
-    Some(kernel(spec, "", &body, g.images * height, elements))
+    Some(kernel(spec, "", &body, g.images * height, elements, 0))
 }
 
 /// The head of a loop over the windows `{axis}0` that contain the place `axis`, by its element `t{axis}` of
@@ -429,5 +477,6 @@ fn mean_grad(spec: &ChannelPool, count_padding: bool, lanes: usize) -> KernelTex
         &body,
         g.images * g.input[0],
         elements,
+        0,
     )
 }

@@ -31,6 +31,13 @@
 //! more of L2 for panels that stay, and shares that are many small blocks in a row. Packing panels twice or
 //! running the epilogue twice takes 1 to 5 % longer there, so neither is what products wait for.
 //!
+//! What is left of a product beside its multiplications: of [1024, 1024] · [1024, 1024] on one thread 83 of 100
+//! samples are in the function below, 5 each in packing A, in packing B and in the epilogue. With operands and
+//! sums where a product has them (A in L1, B in L2, sums loaded and stored for each chunk) a loop of nothing
+//! else reaches 0.52 of what registers alone do, 0.57 without the sums, in chunks of 8, 11, 16 and 32 steps,
+//! with B passing by or not; oneDNN 2.7 reaches 0.24 to 0.39 for ten such products there, and 0.26 to 0.47
+//! with B packed before. A unit that another hardware thread shares is half as fast, and hides all loads.
+//!
 //! Both panels are cut into blocks of 16 steps. A block of A has its rows one after the other, a block of B
 //! its tiles, so that a tile is 16 consecutive lines. All tiles have one form, which is set once for each
 //! part of a kernel; a product pads its panels with zeros to whole tiles.

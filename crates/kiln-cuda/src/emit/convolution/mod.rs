@@ -33,7 +33,7 @@ use kiln_compiler::schedule::access::window;
 use kiln_graph::op::{ConvDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
-use super::image::{Image, Template, spatial};
+use super::image::{Image, Template, beyond, has_places, spatial};
 use super::{Argument, Call, EmitOptions, KernelCode, Launch, ProductCall};
 use crate::convolutions::Task;
 
@@ -130,7 +130,7 @@ impl Weight {
 
 impl<'a> Convolution<'a> {
     /// The convolution of which `node` computes the result or a gradient, and which; none if it is no
-    /// convolution of one to three dimensions.
+    /// convolution of one to three dimensions, of places that kernels count.
     fn new(graph: &'a Graph, kernel: &Kernel, node: Node, options: &EmitOptions<'_>) -> Option<(Self, Task)> {
         let data = graph.node(node);
         let read = |value: Value| Image::read(graph, kernel, options, value);
@@ -170,7 +170,14 @@ impl<'a> Convolution<'a> {
             low: spatial(&dims.pad_low, 0),
             dilation: spatial(&dims.dilation, 1),
         };
-        Some((convolution, task))
+        let padding = [convolution.low, spatial(&dims.pad_high, 0)];
+        let beyond = beyond(
+            convolution.window,
+            convolution.dilation,
+            padding,
+            convolution.stride,
+        );
+        has_places([&convolution.x, &convolution.y], beyond).then_some((convolution, task))
     }
 }
 

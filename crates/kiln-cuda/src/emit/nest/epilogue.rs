@@ -90,7 +90,7 @@ pub fn generate(graph: &Graph, nest: &Nest, value: Value, loops: Loops) -> State
     write(graph, &space, value, loops).0
 }
 
-/// The statements, and the largest position in them.
+/// The statements, and the largest number among their positions.
 fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statements, i64) {
     let mut writer = Writer::new(graph, space);
     writer.given = Some(value);
@@ -120,7 +120,7 @@ fn write(graph: &Graph, space: &Space, value: Value, loops: Loops) -> (Statement
     let most = writer
         .seen
         .iter()
-        .map(|seen| seen.index.range().1)
+        .map(|seen| seen.index.most())
         .max()
         .unwrap_or(0);
     let of_rows = writer

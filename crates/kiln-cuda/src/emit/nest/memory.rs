@@ -109,9 +109,8 @@ impl Writer<'_> {
         let ty = c::memory_type(dtype);
         let text = c::widened(dtype, &format!("a{at}[{}]", self.index_text(within, place.lane)));
         if place.level < 2 {
-            if place.level == 1 {
-                self.read_by_rows.push(buffer.bytes(self.graph));
-            }
+            // Of a single row, what is read once does not depend on the row.
+            self.read_by_rows.push(buffer.bytes(self.graph));
             return self.define(dtype, place, &text);
         }
         *self.evaluated.entry(key.clone()).or_default() |= 1 << self.pass.min(63);
@@ -219,17 +218,13 @@ impl Writer<'_> {
         self.given.is_some() && self.width == 8 && matches!(dtype, DType::BF16 | DType::F16)
     }
 
-    /// The register that is stored for `value`: where it is rounded to the buffer's type, what it is rounded
-    /// from.
-    fn stored_register(&mut self, store: &Store, dtype: DType) -> Register {
+    /// The register that is stored for `value`. Where `kiln_store_eight` rounds it to the buffer's type
+    /// (`rounds`), that is what the value is rounded from.
+    fn stored_register(&mut self, store: &Store, dtype: DType, rounds: bool) -> Register {
         let rounded = self.eval(store.value, &store.index);
         let data = self.graph.def(store.value);
         match data.op {
-            Op::Cast(to)
-                if to == dtype
-                    && self.moves_eight(dtype)
-                    && self.graph.dtype(data.inputs[0]) == DType::F32 =>
-            {
+            Op::Cast(to) if to == dtype && rounds && self.graph.dtype(data.inputs[0]) == DType::F32 => {
                 self.eval(data.inputs[0], &store.index)
             }
             _ => rounded,
@@ -240,11 +235,12 @@ impl Writer<'_> {
     /// point loads.
     pub(super) fn store_point(&mut self, store: &Store) {
         let dtype = self.buffer_dtype(store.buffer);
-        let register = self.stored_register(store, dtype);
-        let (argument, within) = self.element(store.buffer, &store.position);
-        let at = self.target(argument);
         // As for loads, neighbours lie together where the whole position says so.
         let together = self.lanes(&store.position) == Lanes::Together;
+        let eight = together && self.moves_eight(dtype);
+        let register = self.stored_register(store, dtype, eight);
+        let (argument, within) = self.element(store.buffer, &store.position);
+        let at = self.target(argument);
         let (address, x) = (format!("a{at}"), &register.name);
         let ty = c::memory_type(dtype);
         let (first, each) = (self.index_text(&within, false), self.index_text(&within, true));
@@ -259,7 +255,7 @@ impl Writer<'_> {
         if width == 1 {
             self.body.push(format!("const {ty} {name} = {narrowed};"));
             self.stores.push(format!("{address}[{first}] = {name};"));
-        } else if together && self.moves_eight(dtype) {
+        } else if eight {
             self.loads.push(format!("float {name}[{width}];"));
             self.body.push(format!("{name}[l] = {x};"));
             self.stores

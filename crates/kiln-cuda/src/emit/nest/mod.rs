@@ -114,7 +114,7 @@ fn prepare(space: &mut Space, seen: impl Fn(&Space) -> Vec<Seen>) -> Vec<Seen> {
             space.renumber();
             let found = seen(space);
             // Coordinates that become numbers, which move nothing, have to fit as well.
-            let most = found.iter().map(|seen| seen.index.range().1).max().unwrap_or(0);
+            let most = found.iter().map(|seen| seen.index.most()).max().unwrap_or(0);
             let points = space.loops.row_count() * space.loops.row_length();
             space.wide = most.max(points) >= 1 << 31;
             return found;

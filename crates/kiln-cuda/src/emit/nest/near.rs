@@ -6,7 +6,7 @@
 //! a hundredth of that rounding's.
 
 use kiln_compiler::schedule::nest::Nest;
-use kiln_graph::op::{BinaryOp, Op, UnaryOp};
+use kiln_graph::op::{BinaryOp, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -44,7 +44,7 @@ pub(super) fn near(graph: &Graph, nest: &Nest, equal: &FxHashMap<Value, Value>) 
         for &output in &data.outputs {
             let own = of_function(output, demand(output, Demand::Rounded));
             for (place, &operand) in data.inputs.iter().enumerate() {
-                demand(operand, own.max(asked(&data.op, place)));
+                demand(operand, own.max(asked(&data.op, place, graph.dtype(operand))));
             }
         }
     }
@@ -56,9 +56,20 @@ fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
 }
 
-/// What `op` itself demands of operand number `place`.
-fn asked(op: &Op, place: usize) -> Demand {
+/// What `op` itself demands of operand number `place`, which is of `dtype`.
+fn asked(op: &Op, place: usize, dtype: DType) -> Demand {
     match op {
+        // The largest of numbers of 16 bits is looked for by its value: a gradient asks which numbers are
+        // equal to it, in a kernel that may compute them anew, and there exactly.
+        Op::Reduce {
+            op: ReduceOp::Max | ReduceOp::Min,
+            ..
+        }
+        | Op::Binary(BinaryOp::Max | BinaryOp::Min)
+            if is_half(dtype) =>
+        {
+            Demand::Exact
+        }
         Op::Unary(op) => match op {
             UnaryOp::Neg
             | UnaryOp::Abs

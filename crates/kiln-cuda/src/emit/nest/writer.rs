@@ -100,7 +100,7 @@ pub(super) struct Writer<'a> {
     pub(super) kept: Kept,
     /// How often the loop over a row runs, where it is unrolled.
     pub(super) turns: i64,
-    /// The sizes of buffers of which an element was read once for a row.
+    /// The sizes of buffers of which an element was read once for a row, or once for all.
     pub(super) read_by_rows: Vec<usize>,
     /// Bytes of working memory.
     pub(super) scratch: usize,

@@ -7,12 +7,12 @@
 use kiln_compiler::products::{Cut, cut, pieces};
 use kiln_compiler::schedule::layout::{Layouts, strides};
 use kiln_compiler::schedule::{Buffer, Kernel};
-use kiln_graph::{DType, Graph, Node};
+use kiln_graph::{DType, Graph, Node, Value};
 
 use super::warpgroups::{self, in_working_memory};
 use super::{Frame, code, matrices};
 use crate::emit::text::{THREADS, Text, blocks, index_type};
-use crate::emit::{Argument, Call, EmitOptions, KernelCode, ProductCall, expressions};
+use crate::emit::{Argument, Call, EmitOptions, KernelCode, Launch, ProductCall, expressions};
 
 /// Buffers in working memory begin at multiples of so many bytes.
 const BORDER: usize = 256;
@@ -102,15 +102,20 @@ pub(super) fn generate(graph: &Graph, pieces: &Pieces, options: &EmitOptions<'_>
     whole
 }
 
-/// The products one by one into working memory, and their sum.
+/// The products one by one into working memory, and their sum. Terms of 16 bits stay there in f32: the sum is
+/// rounded once, and a term may be larger than any number of 16 bits where the sum is not.
 fn sum(graph: &Graph, pieces: &Pieces, options: &EmitOptions<'_>) -> KernelCode {
     let result = pieces.frames[0].result.0;
-    let (bytes, count) = (graph.ty(result).bytes(), graph.ty(result).numel());
-    let parts: Vec<KernelCode> = pieces
-        .frames
-        .iter()
-        .map(|frame| code(graph, frame, options))
-        .collect();
+    let (dtype, count) = (graph.dtype(result).compute(), graph.ty(result).numel());
+    let bytes = count * dtype.size();
+    let part = |frame: &Frame| {
+        let frame = Frame {
+            result_dtype: dtype,
+            ..frame.clone()
+        };
+        code(graph, &frame, options)
+    };
+    let parts: Vec<KernelCode> = pieces.frames.iter().map(part).collect();
     let own = parts.iter().map(|part| part.scratch).max().unwrap_or(0);
     let mut at = own.next_multiple_of(BORDER);
     let mut starts = Vec::new();
@@ -123,13 +128,14 @@ fn sum(graph: &Graph, pieces: &Pieces, options: &EmitOptions<'_>) -> KernelCode 
         starts.push(at);
         at = (at + bytes).next_multiple_of(BORDER);
     }
-    calls.push(Call::Launch(added(graph.dtype(result), count, &starts, result)));
+    calls.push(Call::Launch(added(graph, dtype, count, &starts, result)));
     KernelCode { calls, scratch: at }
 }
 
-/// The sum of tensors in working memory, element by element as they lie.
-fn added(dtype: DType, count: usize, starts: &[usize], result: kiln_graph::Value) -> crate::emit::Launch {
+/// The sum of tensors of `dtype` in working memory, element by element as they lie.
+fn added(graph: &Graph, dtype: DType, count: usize, starts: &[usize], result: Value) -> Launch {
     let memory = expressions::memory_type(dtype);
+    let stored = graph.dtype(result);
     let names = || (0..starts.len()).map(|part| format!("part{part}"));
     let terms: Vec<String> = names()
         .map(|name| expressions::widened(dtype, &format!("{name}[i]")))
@@ -140,10 +146,14 @@ fn added(dtype: DType, count: usize, starts: &[usize], result: kiln_graph::Value
     let statements = format!(
         "const Index i = (Index)blockIdx.x * blockDim.x + threadIdx.x;\n\
          if (i >= COUNT) return;\nresult[i] = {};\n",
-        expressions::narrowed(dtype, &format!("({})", terms.join(" + ")))
+        expressions::narrowed(stored, &format!("({})", terms.join(" + ")))
     );
-    text.writes(memory, "result", Argument::value(result))
-        .count("COUNT", count)
-        .ty("Index", index_type(count))
-        .launch(&statements, blocks(count, THREADS as usize), THREADS)
+    text.writes(
+        expressions::memory_type(stored),
+        "result",
+        Argument::value(result),
+    )
+    .count("COUNT", count)
+    .ty("Index", index_type(count))
+    .launch(&statements, blocks(count, THREADS as usize), THREADS)
 }

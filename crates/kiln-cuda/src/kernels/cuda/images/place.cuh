@@ -3,8 +3,8 @@
 // An element of the result: its image, channel and place.
 struct Place { int image, channel, at[3]; };
 
-// Element `number` of the result, counted in the order of memory.
-inline Place place_of(Index element)
+// Element `number` of a result of these extents, counted in the order of memory.
+inline Place place_among(Index element, int extent0, int extent1, int extent2)
 {
     Place place;
     Count number = (Count)element;
@@ -12,12 +12,12 @@ inline Place place_of(Index element)
         place.channel = (int)(number % CHANNELS);
         number /= CHANNELS;
     }
-    place.at[2] = (int)(number % RESULT2);
-    number /= RESULT2;
-    place.at[1] = (int)(number % RESULT1);
-    number /= RESULT1;
-    place.at[0] = (int)(number % RESULT0);
-    number /= RESULT0;
+    place.at[2] = (int)(number % extent2);
+    number /= extent2;
+    place.at[1] = (int)(number % extent1);
+    number /= extent1;
+    place.at[0] = (int)(number % extent0);
+    number /= extent0;
     if (!CHANNELS_LAST) {
         place.channel = (int)(number % CHANNELS);
         number /= CHANNELS;
@@ -25,6 +25,8 @@ inline Place place_of(Index element)
     place.image = (int)number;
     return place;
 }
+
+inline Place place_of(Index element) { return place_among(element, RESULT0, RESULT1, RESULT2); }
 
 inline Index result_at(const Place& place)
 {

@@ -33,3 +33,11 @@ inline int counted(int o, int size, int stride, int low, int high, int dilation,
     }
     return count;
 }
+
+// The windows, first to last, between whose first and last elements one of `count` places from `p` on is.
+inline Windows windows_of(int p, int count, int size, int stride, int low, int dilation, int extent)
+{
+    Windows windows = windows_at(p, size, stride, low, dilation, extent);
+    windows.last = windows_at(p + count - 1, size, stride, low, dilation, extent).last;
+    return windows;
+}
