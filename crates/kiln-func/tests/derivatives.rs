@@ -466,12 +466,33 @@ fn conventions_at_kinks() {
         slopes(&maximum, &[1.0, 2.0, 3.0], &[2.0, 2.0, 2.0]),
         [0.0, 1.0, 1.0]
     );
+    // A NaN is the result, whichever side it is on; of two NaN each is half of it.
+    let nan = f64::NAN;
+    for op in [BinaryOp::Max, BinaryOp::Min] {
+        let of_halves = |g: &mut Graph, a, _| {
+            let [first, second] = [0..4, 4..8].map(|range| {
+                let half = Op::slice(&[8], 0, range);
+                g.add(half, &[a], &p).expect("well typed")
+            });
+            g.binary(op, first, second, &p).expect("well typed")
+        };
+        let found = slopes(&of_halves, &[nan, 1.0, nan, 2.0, 1.0, nan, nan, 2.0], &[0.0]);
+        assert_eq!(found, [1.0, 0.0, 0.5, 0.5, 0.0, 1.0, 0.5, 0.5]);
+    }
+    let bounded = |g: &mut Graph, a, b| {
+        let bound = g
+            .full(2.0, &TensorType::new(DType::F64, [4]), &p)
+            .expect("well typed");
+        let above = g.binary(BinaryOp::Max, a, bound, &p).expect("well typed");
+        g.binary(BinaryOp::Min, b, above, &p).expect("well typed")
+    };
+    let found = slopes(&bounded, &[nan, 2.0, 3.0, 1.0], &[5.0, 5.0, nan, 5.0]);
+    assert_eq!(found, [1.0, 1.0, 0.0, 0.0]);
     let abs = |g: &mut Graph, a, _| g.unary(UnaryOp::Abs, a, &p).expect("well typed");
     assert_eq!(slopes(&abs, &[-1.0, 0.0, 3.0], &[0.0]), [-1.0, 0.0, 1.0]);
     let largest = |g: &mut Graph, a, _| g.reduce(ReduceOp::Max, a, &[0], &p).expect("well typed");
     assert_eq!(slopes(&largest, &[5.0, 1.0, 5.0], &[0.0]), [0.5, 0.0, 0.5]);
     // A NaN is reached by every NaN.
-    let nan = f64::NAN;
     assert_eq!(slopes(&largest, &[5.0, nan, nan], &[0.0]), [0.0, 0.5, 0.5]);
     let power = |g: &mut Graph, a, b| g.binary(BinaryOp::Pow, a, b, &p).expect("well typed");
     assert_eq!(

@@ -1,14 +1,25 @@
 //! The backward pass of a function for a loss that uses some of its outputs.
 //!
-//! Gradients are linear in the tangents. The tangent of an output that a loss does not use is not one of
-//! zeros: times an infinite derivative a zero is NaN, and the eager program multiplies nothing there. What
-//! follows from such tangents alone is *absent*. A sum is then its other operand, and what is linear in
-//! something absent is absent too. Zeros stand in for it only where an operation joins it with gradients that
-//! are there (a concatenation, a choice), or is not known to be linear.
+//! The tangent of an output that a loss does not use is not one of zeros: times an infinite derivative a
+//! zero is NaN, and the eager program multiplies nothing there. A value that follows from such tangents is
+//! *absent*:
+//!
+//! - An operation that takes something absent and no gradient is absent as well, whatever it computes. Its
+//!   other operands are values of the forward pass and constants (the zeros that a slice's gradient is put
+//!   into, the weight of a decay), and the eager program never runs it. Operations over ranks are the
+//!   exception: the other ranks wait for them.
+//! - An operation that joins something absent with gradients that are there (*mixed*) is, for a sum, its
+//!   other operand, and absent for a product. Zeros stand in for what is absent where neither holds: in a
+//!   concatenation, a choice, an operation that is not known to be linear.
+//!
+//! ```text
+//!   absent ─► slice ─► * infinite derivative ─► absent ──┐
+//!                                  another gradient ─────┴─► + ─► the other gradient
+//! ```
 
-use cranelift_entity::SecondaryMap;
 use cranelift_entity::packed_option::PackedOption;
-use kiln_graph::op::{BinaryOp, Op, ReduceOp, ScatterMode, UnaryOp};
+use cranelift_entity::{EntitySet, SecondaryMap};
+use kiln_graph::op::{BinaryOp, Op, ScatterMode, UnaryOp};
 use kiln_graph::{Graph, NodeData, Value};
 
 use crate::error::PartitionError;
@@ -23,6 +34,7 @@ use crate::error::PartitionError;
 pub fn without_tangents(backward: &Graph, saved: usize, given: &[bool]) -> Result<Graph, PartitionError> {
     let mut new = Graph::new(backward.name.clone());
     let mut map: SecondaryMap<Value, PackedOption<Value>> = SecondaryMap::new();
+    let gradients = following(backward, saved);
     for (index, &argument) in backward.parameters().iter().enumerate() {
         let tangent = index.checked_sub(saved).and_then(|tangent| given.get(tangent));
         if tangent.is_none_or(|&given| given) {
@@ -36,9 +48,20 @@ pub fn without_tangents(backward: &Graph, saved: usize, given: &[bool]) -> Resul
         if matches!(data.op, Op::Parameter { .. } | Op::Scalar { .. }) {
             continue;
         }
-        let follows = match data.inputs.iter().any(|&input| map[input].is_none()) {
-            true => follows(backward, data, |operand| map[data.inputs[operand]].is_none()),
-            false => Follows::Itself,
+        let absent = |operand: usize| map[data.inputs[operand]].is_none();
+        let operands = 0..data.inputs.len();
+        let is_mixed = || {
+            let gradient = |operand: usize| gradients.contains(data.inputs[operand]);
+            operands
+                .clone()
+                .any(|operand| gradient(operand) && !absent(operand))
+        };
+        let follows = if !operands.clone().any(absent) || across_ranks(&data.op) {
+            Follows::Itself
+        } else if is_mixed() {
+            mixed(backward, data, absent)
+        } else {
+            Follows::Absent
         };
         let p = &data.provenance;
         match follows {
@@ -78,6 +101,28 @@ pub fn without_tangents(backward: &Graph, saved: usize, given: &[bool]) -> Resul
     Ok(new.without_dead_code())
 }
 
+/// The values that depend on a tangent, which are the arguments behind the first `saved`.
+fn following(backward: &Graph, saved: usize) -> EntitySet<Value> {
+    let tangents = backward.parameters().iter().skip(saved);
+    let mut following: EntitySet<Value> = EntitySet::new();
+    tangents.for_each(|&tangent| {
+        following.insert(tangent);
+    });
+    for (_, data) in backward.nodes() {
+        if data.inputs.iter().any(|&input| following.contains(input)) {
+            data.outputs.iter().for_each(|&output| {
+                following.insert(output);
+            });
+        }
+    }
+    following
+}
+
+/// Whether all ranks run the operation, or none.
+fn across_ranks(op: &Op) -> bool {
+    matches!(op, Op::Collective(_) | Op::CollectiveWait)
+}
+
 /// What a node with an absent operand is.
 enum Follows {
     Absent,
@@ -89,41 +134,26 @@ enum Follows {
     Itself,
 }
 
-fn follows(graph: &Graph, data: &NodeData, absent: impl Fn(usize) -> bool) -> Follows {
+/// What a node is that takes something absent beside a gradient that is there.
+fn mixed(graph: &Graph, data: &NodeData, absent: impl Fn(usize) -> bool) -> Follows {
     let nothing = |operand: usize| absent(operand) || graph.is_zero(data.inputs[operand]);
     let is_absent = match &data.op {
         Op::Binary(BinaryOp::Add) if !absent(0) => return Follows::Operand(0),
-        Op::Binary(BinaryOp::Add) if !absent(1) => return Follows::Operand(1),
+        Op::Binary(BinaryOp::Add) => return Follows::Operand(1),
         Op::Binary(BinaryOp::Sub) if !absent(0) => return Follows::Operand(0),
-        Op::Binary(BinaryOp::Sub) if !absent(1) => return Follows::Negated(1),
-        // One operand, of which nothing else is asked, or products, in which one absent factor is enough.
-        Op::Unary(UnaryOp::Neg)
-        | Op::Binary(BinaryOp::Add | BinaryOp::Sub | BinaryOp::Mul)
-        | Op::Reduce {
-            op: ReduceOp::Sum, ..
-        }
-        | Op::Cumulative {
-            op: ReduceOp::Sum, ..
-        }
-        | Op::Reshape(_)
-        | Op::Transpose(_)
-        | Op::Broadcast { .. }
-        | Op::Slice { .. }
-        | Op::Flip(_)
+        Op::Binary(BinaryOp::Sub) => return Follows::Negated(1),
+        // Products.
+        Op::Binary(BinaryOp::Mul)
         | Op::DotGeneral(_)
         | Op::Conv(_)
         | Op::ConvInputGrad { .. }
-        | Op::ConvWeightGrad { .. }
-        | Op::AvgPool { .. }
-        | Op::AvgPoolGrad { .. } => true,
-        Op::Cast(to) => to.is_float(),
+        | Op::ConvWeightGrad { .. } => true,
         // Linear in the first operand, whatever the second is.
         Op::Binary(BinaryOp::Div) | Op::Gather { .. } | Op::IndexSelect { .. } | Op::MaxPoolGrad { .. } => {
             absent(0)
         }
+        // Both choices are nothing, or all that is put into nothing.
         Op::Select => nothing(1) && nothing(2),
-        Op::Pad { .. } | Op::UpdateSlice { .. } => nothing(0) && nothing(1),
-        Op::Concat { .. } => (0..data.inputs.len()).all(nothing),
         Op::Scatter { mode, .. } | Op::IndexPut { mode, .. } => {
             matches!(mode, ScatterMode::Add | ScatterMode::Assign) && nothing(0) && nothing(2)
         }

@@ -3,7 +3,7 @@
 mod support;
 
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
-use kiln_graph::{Graph, HostTensor, Scalar, Value, interpret, verify};
+use kiln_graph::{DType, Graph, HostTensor, Scalar, Value, interpret, verify};
 use kiln_partition::{
     Liveness, Options, OutputRole, PartitionError, Planner, SavedSource, Split, Strategy, split,
     split_within, without_tangents,
@@ -282,5 +282,122 @@ fn tangents_that_are_not_there_are_zeros() {
         }
         let roots = part.nodes().any(|(_, data)| data.op == Op::Unary(UnaryOp::Recip));
         assert_eq!(roots, given[2], "{part}");
+    }
+}
+
+/// What follows from a tangent that is not there is not there either, whichever operation it goes through: the
+/// sum behind it is the other gradient, although an infinite factor stands between, which makes a NaN of
+/// zeros. Each line is an operation on `%d`, the tangent that is not there, with values of the forward pass
+/// (`%x` is all ones) and constants.
+#[test]
+fn what_is_absent_goes_through_no_operation() {
+    let window = "size=[2], stride=[1], pad_low=[0], pad_high=[0], dilation=[1]";
+    let conv = "stride=[1], pad_low=[0], pad_high=[0], dilation=[1], groups=1";
+    let operations = [
+        ("neg %d", "f32[2,3]"),
+        ("abs %d", "f32[2,3]"),
+        ("add %d, %x", "f32[2,3]"),
+        ("sub %x, %d", "f32[2,3]"),
+        ("mul %x, %d", "f32[2,3]"),
+        ("div %d, %x", "f32[2,3]"),
+        ("max %d, %x", "f32[2,3]"),
+        ("min %zeros, %d", "f32[2,3]"),
+        ("select %mask, %d, %zeros", "f32[2,3]"),
+        ("select %mask, %x, %d", "f32[2,3]"),
+        ("cast %d", "f64[2,3]"),
+        ("compare ge %d, %zeros", "bool[2,3]"),
+        ("reduce sum %d {axes=[0]}", "f32[3]"),
+        ("reduce max %d {axes=[1]}", "f32[2]"),
+        ("cumulative sum %d {axis=1}", "f32[2,3]"),
+        ("reshape %d", "f32[6]"),
+        ("transpose %d {perm=[1,0]}", "f32[3,2]"),
+        ("broadcast %d {dims=[1,2]}", "f32[2,2,3]"),
+        ("slice %d {starts=[0,1], limits=[2,3], steps=[1,1]}", "f32[2,2]"),
+        ("pad %d, %one {low=[0,1], high=[0,0]}", "f32[2,4]"),
+        ("concat %d, %x {axis=0}", "f32[4,3]"),
+        ("flip %d {axes=[0]}", "f32[2,3]"),
+        ("update_slice %wide, %d {starts=[1,0], steps=[1,1]}", "f32[4,3]"),
+        ("update_slice %d, %row {starts=[0,0], steps=[1,1]}", "f32[2,3]"),
+        ("gather %d, %at {axis=1}", "f32[2,3]"),
+        ("scatter add %x, %at, %d {axis=1}", "f32[2,3]"),
+        ("scatter max %zeros, %at, %d {axis=1}", "f32[2,3]"),
+        ("index_select %d, %rows {axis=0}", "f32[2,3]"),
+        ("index_put add %wide, %rows, %d {axis=0}", "f32[4,3]"),
+        ("index_put assign %d, %rows, %x {axis=0}", "f32[2,3]"),
+        ("dot_general %d, %x {a_contract=[1], b_contract=[1]}", "f32[2,2]"),
+        ("conv %image, %taps {CONV}", "f32[1,1,5]"),
+        ("conv_input_grad %image, %taps {CONV, input=[7]}", "f32[1,1,7]"),
+        (
+            "conv_weight_grad %image, %pieces {CONV, kernel=[2]}",
+            "f32[1,1,2]",
+        ),
+        ("max_pool %image {WINDOW}", "f32[1,1,5]"),
+        ("avg_pool %image {WINDOW}", "f32[1,1,5]"),
+        ("avg_pool_grad %image {WINDOW, input=[7]}", "f32[1,1,7]"),
+        ("max_pool_grad %image, %places {input=[6]}", "f32[1,1,6]"),
+        (
+            "attention_grad %q, %q, %q, %one, %stats, %heads, %one, %one",
+            "f32[1,1,2,3], f32[1,1,2,3], f32[1,1,2,3]",
+        ),
+        ("sort %d {axis=1}", "f32[2,3], i64[2,3]"),
+        ("top_k %d {axis=1, k=1}", "f32[2,1], i64[2,1]"),
+        ("extern \"own\" %x, %d", "f32[2,3]"),
+    ];
+    for (operation, types) in operations {
+        let operation = operation.replace("CONV", conv).replace("WINDOW", window);
+        let results = types.matches('[').count();
+        let names = ["%t", "%t2", "%t3"][..results].join(", ");
+        let first = types.split_inclusive(']').next().unwrap();
+        let shape = &first[first.find('[').unwrap()..];
+        let axes: Vec<String> = (0..shape.split(',').count())
+            .map(|axis| axis.to_string())
+            .collect();
+        let text = format!(
+            "graph @t {{
+  %x = parameter 0 : f32[2,3]
+  %infinity = parameter 1 : f32[]
+  %g = parameter 2 : f32[]
+  %d = parameter 3 : f32[2,3]
+  %zero = constant 0 : f32[]
+  %one = constant 1 : f32[]
+  %zeros = broadcast %zero {{dims=[]}} : f32[2,3]
+  %wide = broadcast %zero {{dims=[]}} : f32[4,3]
+  %row = slice %x {{starts=[0,0], limits=[1,3], steps=[1,1]}} : f32[1,3]
+  %mask = compare gt %x, %zeros : bool[2,3]
+  %at = iota {{axis=0}} : i64[2,3]
+  %rows = iota {{axis=0}} : i64[2]
+  %places = iota {{axis=2}} : i64[1,1,6]
+  %taps = broadcast %one {{dims=[]}} : f32[1,1,2]
+  %pieces = broadcast %one {{dims=[]}} : f32[1,1,5]
+  %image = reshape %d : f32[1,1,6]
+  %q = reshape %x : f32[1,1,2,3]
+  %stats = broadcast %one {{dims=[]}} : f32[1,1,2,2]
+  %heads = reshape %d : f32[1,1,2,3]
+  {names} = {operation} : {types}
+  %f = cast %t : f32{shape}
+  %factors = broadcast %infinity {{dims=[]}} : f32{shape}
+  %product = mul %f, %factors : f32{shape}
+  %sum = reduce sum %product {{axes=[{axes}]}} : f32[]
+  %all = add %g, %sum : f32[]
+  return %all
+}}",
+            axes = axes.join(",")
+        );
+        let backward = Graph::parse(&text).unwrap_or_else(|error| panic!("{operation}: {error}"));
+        let scalar = |value: f64| HostTensor::from_floats(DType::F32, [], [value]);
+        let ones = HostTensor::from_floats(DType::F32, [2, 3], [1.0; 6]);
+        let there = [ones.clone(), scalar(f64::INFINITY), scalar(7.0)];
+        let part = without_tangents(&backward, 2, &[true, false]).unwrap();
+        assert_eq!(verify(&part), Ok(()));
+        let found = interpret(&part, &there, &[]).unwrap();
+        assert_eq!(found[0].to_f64s(), [7.0], "{operation}\n{part}");
+        // The interpreter does not run an operation kept whole.
+        if operation.starts_with("extern") {
+            continue;
+        }
+        // Of both tangents none is left out.
+        let whole = without_tangents(&backward, 2, &[true, true]).unwrap();
+        let found = interpret(&whole, &[&there[..], &[ones]].concat(), &[]).unwrap();
+        assert_ne!(found[0].to_f64s(), [7.0], "{operation}");
     }
 }

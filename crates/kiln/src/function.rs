@@ -126,8 +126,8 @@ impl<F> CompiledFn<F> {
     ///
     /// # Panics
     ///
-    /// If the function panics, with the same payload. So does a backward pass that reaches a tensor that the
-    /// function kept elsewhere without returning it.
+    /// If the function panics, with the same payload. A backward pass panics if it reaches a tensor that the
+    /// function kept elsewhere without returning it, or that the function returned detached only.
     pub fn call<A, R>(&self, arguments: A) -> Result<R, Error>
     where
         F: Fn(A) -> R,
@@ -273,7 +273,7 @@ impl<F> CompiledFn<F> {
 
     /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that
     /// failed; see [`crate::Compiled::freeze`]. That holds for calls with tracked tensors, too. A backward pass
-    /// still compiles when a loss first uses some of the outputs only.
+    /// still compiles once for each different set of outputs that a loss uses, if these are not all of them.
     pub fn freeze(&self) {
         self.region.freeze();
         self.split.freeze();

@@ -65,7 +65,7 @@ pub use session::{
     CompiledRegion, Interrupted, Position, Traced, are_ready, disable, hoist, is_disabled, is_nested,
     position, rehearse, surrender,
 };
-pub use split::{Saved, SplitRegion, SplitStep};
+pub use split::{Differentiated, Saved, SplitRegion, SplitStep};
 pub use step::Step;
 pub use transformed::{Transformed, TransformedRegion};
 pub use words::type_text;

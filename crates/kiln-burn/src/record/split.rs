@@ -77,6 +77,18 @@ enum Place {
     Input(usize),
 }
 
+/// What a trace computes besides the function, by the tensors of the trace.
+#[derive(Clone, Copy, Debug)]
+pub struct Differentiated<'a> {
+    /// The gradients of some inputs.
+    pub gradients: &'a [TensorId],
+    /// The gradients of the outputs, from which those of the inputs follow.
+    pub tangents: &'a [TensorId],
+    /// For each tangent, the position of its output among all tensors of the function's result: its name in
+    /// reports.
+    pub outputs: &'a [usize],
+}
+
 /// The tensors that the backward pass needs of a forward pass that ran.
 #[derive(Clone, Debug)]
 pub struct Saved {
@@ -113,24 +125,18 @@ impl SplitRegion {
     }
 
     /// Runs the forward pass of a trace, compiled before or now, and enters its results into the table.
-    /// `gradients` and `tangents` are tensors of the trace.
     ///
     /// # Errors
     ///
     /// If the trace cannot be imported, split, compiled or run. The effects of the function have happened
     /// all the same ([`super::salvage`]).
-    pub fn run(
-        &self,
-        recorded: Recorded,
-        gradients: &[TensorId],
-        tangents: &[TensorId],
-    ) -> Result<(Arc<SplitStep>, Saved), Error> {
+    pub fn run(&self, recorded: Recorded, of: Differentiated<'_>) -> Result<(Arc<SplitStep>, Saved), Error> {
         let ran = self
-            .step(&recorded, gradients, tangents)
+            .step(&recorded, of)
             .and_then(|step| Ok((step.forward(&recorded)?, step)));
         match ran {
             Ok(((tensors, saved), step)) => {
-                let ids = results(&recorded, gradients).into_iter();
+                let ids = results(&recorded, of.gradients).into_iter();
                 ids.zip(tensors)
                     .for_each(|(id, tensor)| table::insert(id, tensor));
                 Ok((step, saved))
@@ -159,13 +165,8 @@ impl SplitRegion {
     }
 
     /// The compiled halves for a trace, new or known.
-    fn step(
-        &self,
-        recorded: &Recorded,
-        gradients: &[TensorId],
-        tangents: &[TensorId],
-    ) -> Result<Arc<SplitStep>, Error> {
-        let places = places(recorded, gradients, tangents);
+    fn step(&self, recorded: &Recorded, of: Differentiated<'_>) -> Result<Arc<SplitStep>, Error> {
+        let places = places(recorded, of);
         let mut compiled = self.compiled();
         let Compiled { steps, recompiles } = &mut *compiled;
         if let Some(step) = steps.iter().find(|step| step.fits(recorded, &places)) {
@@ -193,7 +194,7 @@ impl SplitRegion {
         } else {
             self.options.backend.on(recorded.gpu())
         };
-        let step = SplitStep::compile(&self.options, backend, recorded, gradients, tangents, places)?;
+        let step = SplitStep::compile(&self.options, backend, recorded, of, places)?;
         let step = Arc::new(step);
         steps.push(step.clone());
         Ok(step)
@@ -209,16 +210,19 @@ impl SplitRegion {
     }
 
     /// Whether the forward pass of this trace was compiled before.
-    pub fn knows(&self, recorded: &Recorded, gradients: &[TensorId], tangents: &[TensorId]) -> bool {
-        let places = places(recorded, gradients, tangents);
+    pub fn knows(&self, recorded: &Recorded, of: Differentiated<'_>) -> bool {
+        let places = places(recorded, of);
         let compiled = self.compiled();
         compiled.steps.iter().any(|step| step.fits(recorded, &places))
     }
 
     /// A report on what was compiled and why, for people.
     pub fn report(&self) -> String {
-        let compiled = self.compiled();
-        let steps = compiled.steps.iter().map(|step| {
+        let (steps, recompiles) = {
+            let compiled = self.compiled();
+            (compiled.steps.clone(), compiled.recompiles.clone())
+        };
+        let steps = steps.iter().map(|step| {
             format!(
                 "forward and backward pass, {} tensors saved between them\n  forward: {}\n  backward: {}\n",
                 step.saved.len(),
@@ -230,7 +234,7 @@ impl SplitRegion {
                 )
             })
         });
-        let recompiles = compiled.recompiles.iter();
+        let recompiles = recompiles.iter();
         steps
             .chain(recompiles.map(|mismatch| format!("recompiled: {mismatch}\n")))
             .collect()
@@ -248,8 +252,8 @@ fn reached(recorded: &Recorded, from: TensorId, gradients: &[TensorId]) -> Vec<b
     gradients.iter().map(|id| following.contains(id)).collect()
 }
 
-fn places(recorded: &Recorded, gradients: &[TensorId], tangents: &[TensorId]) -> Vec<Option<Place>> {
-    let ids = gradients.iter().chain(tangents);
+fn places(recorded: &Recorded, of: Differentiated<'_>) -> Vec<Option<Place>> {
+    let ids = of.gradients.iter().chain(of.tangents);
     ids.map(|&id| place(recorded, id)).collect()
 }
 
@@ -286,8 +290,11 @@ impl SplitStep {
         options: &CompileOptions,
         backend: CompileBackend,
         recorded: &Recorded,
-        gradients: &[TensorId],
-        tangents: &[TensorId],
+        Differentiated {
+            gradients,
+            tangents,
+            outputs: positions,
+        }: Differentiated<'_>,
         places: Vec<Option<Place>>,
     ) -> Result<Self, Error> {
         let _span = tracing::info_span!("compile_split", region = %options.name, %backend).entered();
@@ -336,7 +343,8 @@ impl SplitStep {
             options: half,
         };
         let (forward, ran) = prepare.prepare(Arc::new(split.forward)).map_err(failed)?;
-        let backward = Backward::new(split.backward, split.saved.len(), prepare).map_err(failed)?;
+        let backward = Backward::new(split.backward, split.saved.len(), positions, prepare);
+        let backward = backward.map_err(failed)?;
         let planned = ran.compiles() && backward.compiles();
         Ok(Self {
             guard: Guard::new(recorded, sources),
@@ -389,7 +397,8 @@ impl SplitStep {
     }
 
     /// The gradients, given those of the outputs in the order of the tangents; none of an output that the
-    /// loss does not use. The first loss of some outputs compiles the backward pass for those.
+    /// loss does not use. The first loss of each different set of outputs compiles the backward pass for
+    /// those.
     ///
     /// # Errors
     ///
@@ -398,7 +407,7 @@ impl SplitStep {
         let given: Vec<bool> = tangents.iter().map(Option::is_some).collect();
         let backward = self.backward.of(&given).map_err(|source| Error::Execute {
             region: self.name.clone(),
-            source: source.into(),
+            source,
         })?;
         let inputs = saved.tensors.into_iter().chain(tangents.into_iter().flatten());
         let gradients = self

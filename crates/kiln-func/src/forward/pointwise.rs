@@ -179,31 +179,43 @@ impl Forward {
     }
 
     /// The larger or smaller of two. Where they are equal both sides count half, as in PyTorch's `maximum`;
-    /// beside a bound that does not vary the tangent passes whole, as in its `clamp`.
+    /// beside a bound that does not vary the tangent passes whole, as in its `clamp`. A NaN beats every number,
+    /// because the result is that NaN, and ties with another NaN, as in reductions ([`Forward::reduce`]).
     fn extreme(&mut self, op: BinaryOp, a: Value, b: Value) -> Result<Option<Value>> {
-        let (wins, reaches) = match op {
-            BinaryOp::Max => (CompareOp::Gt, CompareOp::Ge),
-            _ => (CompareOp::Lt, CompareOp::Le),
-        };
         match (self.tangent(a), self.tangent(b)) {
             (Some(ta), Some(tb)) => {
-                let first = self.b.compare(wins, a, b)?;
-                let tie = self.b.compare(CompareOp::Eq, a, b)?;
+                let (first, second) = (self.beats(op, a, b)?, self.beats(op, b, a)?);
                 let both = self.b.add(ta, tb)?;
                 let half = self.b.scale(both, 0.5)?;
-                let one = self.b.select(first, ta, tb)?;
-                Ok(Some(self.b.select(tie, half, one)?))
+                let rest = self.b.select(second, tb, half)?;
+                Ok(Some(self.b.select(first, ta, rest)?))
             }
-            (Some(t), None) => {
-                let reached = self.b.compare(reaches, a, b)?;
-                Ok(Some(self.b.keep(reached, t)?))
-            }
-            (None, Some(t)) => {
-                let reached = self.b.compare(reaches, b, a)?;
-                Ok(Some(self.b.keep(reached, t)?))
-            }
+            (Some(t), None) => self.unless_beaten(op, t, a, b).map(Some),
+            (None, Some(t)) => self.unless_beaten(op, t, b, a).map(Some),
             (None, None) => Ok(None),
         }
+    }
+
+    /// The tangent of `x` where the bound does not take its place, and zeros elsewhere.
+    fn unless_beaten(&mut self, op: BinaryOp, t: Value, x: Value, bound: Value) -> Result<Value> {
+        let beaten = self.beats(op, bound, x)?;
+        self.b.drop(beaten, t)
+    }
+
+    /// Where the extreme of `a` and `b` is `a` alone.
+    fn beats(&mut self, op: BinaryOp, a: Value, b: Value) -> Result<Value> {
+        let wins = match op {
+            BinaryOp::Max => CompareOp::Gt,
+            _ => CompareOp::Lt,
+        };
+        let further = self.b.compare(wins, a, b)?;
+        if constant_of(&self.b, a).is_some_and(|a| !a.is_nan()) {
+            return Ok(further);
+        }
+        let a_is_nan = self.b.unary(UnaryOp::IsNan, a)?;
+        let b_is_number = self.b.compare(CompareOp::Eq, b, b)?;
+        let is_only_nan = self.b.binary(BinaryOp::And, a_is_nan, b_is_number)?;
+        self.b.binary(BinaryOp::Or, further, is_only_nan)
     }
 
     pub(super) fn select(&mut self, condition: Value, a: Value, b: Value) -> Result<Option<Value>> {

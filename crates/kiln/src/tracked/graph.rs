@@ -117,6 +117,8 @@ struct State {
     tangents: Vec<Option<KilnTensor>>,
     differentiated: Vec<bool>,
     has_gradient: Vec<bool>,
+    /// For each input, the client of its device.
+    clients: Vec<KilnClient>,
     gradients: Vec<Option<KilnTensor>>,
 }
 
@@ -127,11 +129,11 @@ impl Shared {
     /// # Panics
     ///
     /// If the backward pass fails: Burn's autograd has no errors.
-    fn gradient(&self, index: usize, client: KilnClient) -> Option<KilnTensor> {
+    fn gradient(&self, index: usize) -> Option<KilnTensor> {
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if state.tangents.iter().any(Option::is_some) {
             state
-                .run(client)
+                .run()
                 .unwrap_or_else(|error| panic!("the compiled backward pass failed: {error}"));
         }
         state.gradients[index].take()
@@ -139,7 +141,7 @@ impl Shared {
 }
 
 impl State {
-    fn run(&mut self, client: KilnClient) -> Result<(), Error> {
+    fn run(&mut self) -> Result<(), Error> {
         let nothing = vec![None; self.tangents.len()];
         let tangents = std::mem::replace(&mut self.tangents, nothing);
         let mut reached = vec![false; self.has_gradient.iter().filter(|&&has| has).count()];
@@ -173,7 +175,8 @@ impl State {
             .collect::<Result<Vec<_>, Error>>()?;
         let found = self.step.backward(saved, tangents)?;
         let mut found = found.into_iter().zip(reached);
-        for (gradient, has) in self.gradients.iter_mut().zip(&self.has_gradient) {
+        let inputs = self.clients.iter().zip(&self.has_gradient);
+        for (gradient, (client, has)) in self.gradients.iter_mut().zip(inputs) {
             if *has {
                 let tensor = found
                     .next()
@@ -228,7 +231,7 @@ impl Inside {
 impl Join {
     fn take(&self, gradients: &mut Gradients) -> Option<KilnTensor> {
         match &self.source {
-            Source::Compiled(shared, index) => shared.gradient(*index, self.token.client),
+            Source::Compiled(shared, index) => shared.gradient(*index),
             // Burn's backward pass goes on to an input that follows from others, and asks for its gradient.
             Source::Leaf(leaf) => gradients.remove::<Kiln>(leaf).or_else(|| {
                 let follows = !Tracking::float_is_require_grad(leaf);
@@ -268,7 +271,7 @@ impl Join {
             assert!(
                 !gradient.is_some_and(is_stray),
                 "a tensor that a compiled function kept elsewhere is part of a loss, and its gradient \
-                 would be lost: return the tensor from the function"
+                 would be lost: return the tensor from the function, tracked (not detached)"
             );
         }
     }
@@ -409,6 +412,7 @@ impl Call {
             tangents: vec![None; outputs],
             differentiated: vec![false; outputs],
             has_gradient,
+            clients: inputs.iter().map(|input| inner(input.clone()).client).collect(),
             gradients: vec![None; inputs.len()],
         };
         Self {

@@ -20,7 +20,7 @@ use burn_backend::backend::BackendTypes;
 use burn_backend::ops::FloatTensorOps;
 use burn_backend::{AutodiffBackend, TensorMetadata};
 use burn_ir::TensorId;
-use kiln_burn::record::{Recorded, SplitRegion, Traced, position};
+use kiln_burn::record::{Differentiated, Recorded, SplitRegion, Traced, position};
 use kiln_burn::{CompiledRegion, Error, Kiln};
 
 use crate::input::{KilnTensor, StepInput, TensorMap};
@@ -66,6 +66,28 @@ impl TensorMap for Collect {
         if tensor.is_tracked() {
             self.0.push(tensor.clone());
         }
+        tensor
+    }
+}
+
+/// Collects the tracked tensors that it is shown, each with its position among all tensors.
+#[derive(Default)]
+struct Numbered {
+    seen: usize,
+    tracked: Vec<(usize, TrackedTensor)>,
+}
+
+impl TensorMap for Numbered {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        self.seen += 1;
+        tensor
+    }
+
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        if tensor.is_tracked() {
+            self.tracked.push((self.seen, tensor.clone()));
+        }
+        self.seen += 1;
         tensor
     }
 }
@@ -121,6 +143,8 @@ struct Trace<R> {
     result: R,
     /// Outputs that the leaves lead to; none if the function read a value.
     outputs: Vec<KilnTensor>,
+    /// For each of the outputs, its position among the tensors of the result.
+    positions: Vec<usize>,
     tangents: Vec<KilnTensor>,
     /// For each leaf, its gradient; none if no output depends on it.
     gradients: Vec<Option<KilnTensor>>,
@@ -143,10 +167,12 @@ fn is_cut() -> bool {
 /// value.
 fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leaves) -> R) -> Trace<R> {
     let result = function(&mut Leaves(places.leaves.clone().into_iter()));
-    let (result, tracked) = tracked_tensors(result);
+    let mut numbered = Numbered::default();
+    let result = result.map(&mut numbered);
     let mut trace = Trace {
         result,
         outputs: Vec::new(),
+        positions: Vec::new(),
         tangents: Vec::new(),
         gradients: vec![None; places.leaves.len()],
         rest: None,
@@ -159,7 +185,7 @@ fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leave
     }
     trace.differentiated = true;
     let mut sum: Option<TrackedTensor> = None;
-    for output in tracked {
+    for (position, output) in numbered.tracked {
         if !matches!(places.of(&output), Place::Output) {
             continue;
         }
@@ -177,6 +203,7 @@ fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leave
         });
         trace.tangents.push(tangent);
         trace.outputs.push(value);
+        trace.positions.push(position);
     }
     let Some(sum) = sum else { return trace };
     let mut found = <Tracking as AutodiffBackend>::backward(sum);
@@ -220,6 +247,7 @@ fn compiled<R: StepInput>(
     let Trace {
         result,
         outputs,
+        positions,
         tangents,
         mut gradients,
         rest,
@@ -229,9 +257,14 @@ fn compiled<R: StepInput>(
     } = trace;
     let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();
     let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
+    let of = Differentiated {
+        gradients: &wanted,
+        tangents: &tangent_ids,
+        outputs: &positions,
+    };
     // A function that captures what is trained is not traced again, so a known trace has no such gradients.
     let captured = match rest {
-        Some(rest) if !split.knows(&recorded, &wanted, &tangent_ids) => captured::find(&rest, &places.leaves),
+        Some(rest) if !split.knows(&recorded, of) => captured::find(&rest, &places.leaves),
         _ => Vec::new(),
     };
     if !captured
@@ -251,7 +284,13 @@ fn compiled<R: StepInput>(
     let mut returned = Ids::default();
     let result = result.map(&mut returned);
     let kept = recorded.kept_besides(&[&returned.0, &wanted, &tangent_ids]);
-    let (step, saved) = split.run(recorded, &wanted, &tangent_ids)?;
+    let (step, saved) = split.run(
+        recorded,
+        Differentiated {
+            gradients: &wanted,
+            ..of
+        },
+    )?;
     let has_gradient = gradients.iter().map(Option::is_some).collect();
     let call = Call::new(inputs, has_gradient, outputs.len(), (step, saved));
     let result = result.map(&mut Attach::new(places, Inside::new(nodes, kept), call));

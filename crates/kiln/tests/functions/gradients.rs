@@ -1,5 +1,10 @@
 //! What goes in and out of a function, and its gradients.
 
+use std::io::{self, Write};
+use std::sync::Arc;
+
+use burn_tensor::TensorData;
+
 use super::*;
 
 type Vector = Tensor<B, 1>;
@@ -102,15 +107,23 @@ fn infinite_derivatives_of_outputs_that_no_loss_uses() {
             let roots = h.clone().abs().sqrt();
             let shares = activation::softmax(h.clone(), 1) * x.clone().select(1, columns.clone());
             let picked = h.clone().gather(1, picks.clone());
+            let distances = x.clone().abs().sqrt();
             // Each is infinite where its operand is 0, and h[0][0] and x[1][1] are.
             (
+                x.clone().detach(),
                 (h - x.clone().abs().log().sum().unsqueeze::<2>().expand([2, 3])).tanh(),
                 roots.recip() + picked.abs().log().repeat_dim(1, 2).narrow(1, 0, 3),
                 shares.powf_scalar(2.0) - w.abs().mean().unsqueeze::<2>().expand([2, 3]),
-                x.abs().sqrt().recip(),
+                distances.clone().recip(),
+                (
+                    distances.clone().reshape([4]).unfold::<2, _>(0, 2, 1),
+                    kiln::custom_op("half", distances, [2, 2], half, never_asked),
+                    x.abs().sqrt().slice([0..0, 0..2]),
+                ),
             )
         });
-        type Four = (Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>, Tensor<B, 2>);
+        type Matrix = Tensor<B, 2>;
+        type Six = (Matrix, Matrix, Matrix, Matrix, Matrix, (Matrix, Matrix, Matrix));
         for call in 0..8 {
             let data = |values: [f32; 6]| Tensor::<B, 1>::from_data(values, &device());
             let x = data([1.0, -1.0, 0.5, 0.0, 0.25, 2.0])
@@ -118,7 +131,7 @@ fn infinite_derivatives_of_outputs_that_no_loss_uses() {
                 .reshape([2, 2]);
             let w = data([1.0, 0.5, call as f32, 1.0, -0.5, 0.25]).reshape([2, 3]);
             let (x, w) = (x.require_grad(), w.require_grad());
-            let (sums, infinite, shares, roots): Four = function.call((x.clone(), w.clone()));
+            let (_, sums, infinite, shares, roots, moved): Six = function.call((x.clone(), w.clone()));
             let mut note = |loss: Tensor<B, 1>| {
                 let gradients = loss.backward();
                 for (name, tensor) in [("dx", &x), ("dw", &w)] {
@@ -136,15 +149,95 @@ fn infinite_derivatives_of_outputs_that_no_loss_uses() {
                 // Each loss has what it uses, and the others stay.
                 1 => {
                     note((shares * 2.0).sum());
-                    drop((sums, infinite, roots));
+                    drop((sums, infinite, roots, moved));
                 }
                 2 => note((shares.clone() * 3.0 + shares).mean()),
-                _ => drop((sums, infinite, shares, roots)),
+                _ => drop((sums, infinite, shares, roots, moved)),
             }
         }
         function.assert_pairs(1);
-        function.assert_explained("backward from output 2 alone");
+        function.assert_explained("backward from output 3 alone");
     });
+}
+
+#[test]
+fn an_empty_output_that_no_loss_uses() {
+    compare(|how, seen| {
+        let function = how.function(|x: Vector| (x.clone() * 2.0, x.sqrt().slice([0..0])));
+        let x = vector(&[0.0, 1.0, 4.0]).require_grad();
+        let (used, _): (Vector, Vector) = function.call(x.clone());
+        seen.gradient("dx", &x, &used.sum().backward());
+    });
+}
+
+fn half(inputs: &[TensorData]) -> TensorData {
+    let elements: Vec<f32> = inputs[0].iter().map(|x: f32| x * 0.5).collect();
+    TensorData::new(elements, inputs[0].shape.clone())
+}
+
+fn never_asked(_: &[TensorData], _: &TensorData, _: &TensorData) -> Vec<TensorData> {
+    panic!("no loss uses the result")
+}
+
+/// Collects what is logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn losses_of_many_sets_of_outputs_compile_up_to_the_limit() {
+    let _turn = GENERATOR.lock().unwrap_or_else(PoisonError::into_inner);
+    let options = CompileOptions::default().with_recompile_limit(1);
+    let function = kiln::compile_fn(|x: Vector| [x.clone() * 2.0, x.clone() * 3.0, x * 5.0])
+        .with_options(options.with_name("function"));
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt()
+        .with_ansi(false)
+        .with_writer(move || writer.clone())
+        .finish();
+    tracing::subscriber::with_default(subscriber, || {
+        for set in [1, 2, 6, 6, 1, 2] {
+            let x = vector(&[1.0, -1.0]).require_grad();
+            let outputs: [Vector; 3] = function.call(x.clone()).unwrap();
+            let used = outputs.into_iter().enumerate().filter(|(i, _)| set >> i & 1 == 1);
+            let loss = used.map(|(_, output)| output).reduce(Tensor::add).unwrap();
+            let gradient = x.grad(&loss.sum().backward()).unwrap().into_data();
+            let expected: f32 = [2.0, 3.0, 5.0]
+                .iter()
+                .enumerate()
+                .map(|(i, slope)| if set >> i & 1 == 1 { *slope } else { 0.0 })
+                .sum();
+            assert_eq!(gradient.to_vec::<f32>().unwrap(), [expected; 2]);
+        }
+    });
+    let text = function.explain_tracked();
+    for (outputs, on_flex) in [("output 0", false), ("output 1", true), ("outputs 1, 2", true)] {
+        let line = format!("backward from {outputs} alone: ");
+        let report = text
+            .split(&line)
+            .nth(1)
+            .unwrap_or_else(|| panic!("{line}: {text}"));
+        let report = report.split("backward from").next().unwrap();
+        assert_eq!(report.contains("each on burn-flex"), on_flex, "{text}");
+    }
+    let log = String::from_utf8(log.0.lock().unwrap().clone()).unwrap();
+    assert_eq!(log.matches("recompile limit of 1 reached").count(), 1, "{log}");
+    assert_eq!(
+        log.matches("its backward pass is compiled on").count(),
+        3,
+        "{log}"
+    );
 }
 
 #[test]
