@@ -90,7 +90,7 @@ fn steps() -> Vec<(Graph, Vec<f64>)> {
         append(&mut cases.0, &graph);
     }
     assert!(cases.1.len() >= 30, "the cases are gone");
-    vec![batch(4000, 8, &simple), batch(4100, 12, &kernels), cases]
+    vec![batch(4000, 6, &simple), batch(4100, 8, &kernels), cases]
 }
 
 /// Tries each compiler with `argument`, which leaves it the instruction set `isa` where this machine has

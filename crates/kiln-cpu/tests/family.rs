@@ -367,18 +367,7 @@ fn check_images(family: &Family, sizes: &[(usize, usize)], tolerance: f64) {
 
 #[test]
 fn convolutions_share_their_kernels() {
-    let sizes = [
-        (2, 32),
-        (2, 48),
-        (2, 40),
-        (2, 37),
-        (2, 64),
-        (3, 48),
-        (1, 33),
-        (5, 9),
-        (1, 1),
-        (16, 16),
-    ];
+    let sizes = [(2, 32), (2, 48), (2, 40), (3, 37), (5, 9), (1, 1)];
     check_images(&family(2), &sizes, 2e-4);
 }
 
