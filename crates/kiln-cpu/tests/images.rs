@@ -387,25 +387,28 @@ fn poolings_of_large_windows_are_loops() {
     // Overlapping and not, with the index, and the means' gradients.
     let line = "size=[70], stride=[35], pad_low=[9], pad_high=[9], dilation=[2]";
     let plane = "size=[9,10], stride=[4,5], pad_low=[1,0], pad_high=[2,3], dilation=[1,2]";
+    // Means have no dilation.
+    let means_of_a_line = line.replace("dilation=[2]", "dilation=[1]");
+    let means_of_a_plane = plane.replace("dilation=[1,2]", "dilation=[1,1]");
     for (text, results) in [
         (
             format!(
                 "%x = parameter 0 : f32[2,3,300]
-                 %d = parameter 1 : f32[2,3,6]
+                 %d = parameter 1 : f32[2,3,8]
                  %y = max_pool %x {{{line}}} : f32[2,3,6]
                  %z, %i = max_pool_with_indices %x {{{line}}} : f32[2,3,6], i64[2,3,6]
-                 %a = avg_pool %x {{{line}, count_include_pad=false}} : f32[2,3,6]
-                 %g = avg_pool_grad %d {{{line}, count_include_pad=false, input=[300]}} : f32[2,3,300]"
+                 %a = avg_pool %x {{{means_of_a_line}, count_include_pad=false}} : f32[2,3,8]
+                 %g = avg_pool_grad %d {{{means_of_a_line}, count_include_pad=false, input=[300]}} : f32[2,3,300]"
             ),
             "%y, %z, %i, %a, %g",
         ),
         (
             format!(
                 "%x = parameter 0 : f32[2,3,21,40]
-                 %d = parameter 1 : f32[2,3,4,5]
+                 %d = parameter 1 : f32[2,3,4,7]
                  %y, %i = max_pool_with_indices %x {{{plane}}} : f32[2,3,4,5], i64[2,3,4,5]
-                 %a = avg_pool %x {{{plane}, count_include_pad=true}} : f32[2,3,4,5]
-                 %g = avg_pool_grad %d {{{plane}, count_include_pad=true, input=[21,40]}} : f32[2,3,21,40]"
+                 %a = avg_pool %x {{{means_of_a_plane}, count_include_pad=true}} : f32[2,3,4,7]
+                 %g = avg_pool_grad %d {{{means_of_a_plane}, count_include_pad=true, input=[21,40]}} : f32[2,3,21,40]"
             ),
             "%y, %i, %a, %g",
         ),

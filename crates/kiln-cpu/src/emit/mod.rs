@@ -162,12 +162,13 @@ pub fn generate(
         }
     };
     if let Some(calls) = contract::generate(graph, kernel, node, options) {
-        // Plain loops have none of their own.
-        let bytes = |call: &Call| match call {
-            Call::Task(_) => library::scratch(graph, node, options.threads),
-            call => call.workspace_bytes(),
+        // A template has working memory of its own; that of plain loops follows from the operation, also where
+        // there is nothing to do.
+        let is_template = calls.iter().any(|call| matches!(call, Call::Kernel { .. }));
+        let scratch = match is_template {
+            true => calls.iter().map(Call::workspace_bytes).max().unwrap_or(0),
+            false => library::scratch(graph, node, options.threads),
         };
-        let scratch = calls.iter().map(bytes).max().unwrap_or(0);
         return Ok(KernelCode { calls, scratch });
     }
     if let Op::Extern(op) = &graph.node(node).op
