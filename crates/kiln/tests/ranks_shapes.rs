@@ -371,7 +371,7 @@ fn compiled(text: &str) -> (usize, usize) {
 
 #[test]
 fn ranks_with_other_lengths_train_as_one_process() {
-    for (ranks, part) in [(2, "train"), (3, "sharded"), (2, "region")] {
+    for (ranks, part) in [(3, "train"), (2, "sharded"), (2, "region")] {
         let Some(text) = said(ranks, part) else { return };
         let (compiled, planned) = compiled(&text);
         println!("{ranks} ranks, {part}: compiled {compiled}, planned {planned}");
@@ -379,7 +379,7 @@ fn ranks_with_other_lengths_train_as_one_process() {
             planned > compiled,
             "lengths share kernels: {compiled} and {planned}"
         );
-        if (ranks, part) == (3, "sharded") {
+        if part == "sharded" {
             let again = said(ranks, part).expect("mpirun was there");
             assert_eq!(losses_in(&again), losses_in(&text), "two runs have equal bits");
         }
