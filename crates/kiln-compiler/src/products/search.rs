@@ -355,7 +355,7 @@ impl<'a> Search<'a> {
         false
     }
 
-    /// Whether a candidate may join `members`, all before it.
+    /// Whether a candidate may join a list that has room for it, whose members are all before it.
     fn goes_with(&self, candidates: &[Candidate], list: &List, candidate: &Candidate) -> bool {
         let List { cut, members, .. } = list;
         if members.len() >= cut.most_pieces() {

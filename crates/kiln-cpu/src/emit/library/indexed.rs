@@ -117,7 +117,7 @@ pub(super) fn scatter(mut w: Writer, axis: usize, mode: ScatterMode, threads: us
         t.close();
         if sums.is_some() {
             t.each("k", extent);
-            each.store(t, w.out_dtype(), sums);
+            each.store(t, w.out_dtype());
             t.close();
         }
     })
@@ -168,7 +168,7 @@ pub(super) fn index_put(mut w: Writer, axis: usize, mode: ScatterMode, threads: 
             t.each("row", extent);
             t.line(format!("const int64_t at = (o * {extent} + row) * {inner};"));
             t.open(all_columns.to_owned() + "{");
-            place.store(t, w.out_dtype(), sums);
+            place.store(t, w.out_dtype());
             t.close();
             t.close();
         }

@@ -93,7 +93,7 @@ pub(super) fn max_pool_grad(mut w: Writer, threads: usize) -> Launch {
         t.close();
         if sums.is_some() {
             t.each("at", large);
-            place.store(t, dtype, sums);
+            place.store(t, dtype);
             t.close();
         }
     })

@@ -116,10 +116,8 @@ impl Place<'_> {
         }
     }
 
-    /// Stores the sum of the element, if there are sums.
-    pub fn store(&self, t: &mut Text, dtype: DType, sums: Option<&String>) {
-        if sums.is_some() {
-            t.line(format!("put_{dtype}(out0 + {}, sums[{}]);", self.out, self.sum));
-        }
+    /// Stores the sum of the element, which is rounded here.
+    pub fn store(&self, t: &mut Text, dtype: DType) {
+        t.line(format!("put_{dtype}(out0 + {}, sums[{}]);", self.out, self.sum));
     }
 }
