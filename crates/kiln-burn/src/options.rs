@@ -136,9 +136,9 @@ pub struct CompileOptions {
     pub dynamic: Dynamic,
     /// How many different executables one region may have before further ones run on `aot_eager`, after one
     /// warning that says what differed. A shape for which nothing had to be compiled ([`Dynamic::Auto`],
-    /// [`Dynamic::Marked`]) does not count. For each forward pass of a function that is compiled with its
-    /// gradients this also bounds how many backward passes are compiled for losses of some of its outputs.
-    /// Default: 8.
+    /// [`Dynamic::Marked`]) does not count, and what exchanges something with other ranks is compiled behind
+    /// the limit, too. For each forward pass of a function that is compiled with its gradients this also
+    /// bounds how many backward passes are compiled for losses of some of its outputs. Default: 8.
     pub recompile_limit: usize,
     /// Threads of the executable; 0 is the number of cores. Results are the same bits on any number of
     /// threads. With a [`CompileOptions::memory_budget`] they may differ in rounding: the working memory of

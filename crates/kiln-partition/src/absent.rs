@@ -7,7 +7,8 @@
 //! - An operation that takes something absent and no gradient is absent as well, whatever it computes. Its
 //!   other operands are values of the forward pass and constants (the zeros that a slice's gradient is put
 //!   into, the weight of a decay), and the eager program never runs it. Operations over ranks are the
-//!   exception: the other ranks wait for them.
+//!   exception: the other ranks wait for them. Zeros stand in for what they take. Which operations these
+//!   are the caller says: a recorded graph has them as operations kept whole.
 //! - An operation that joins something absent with gradients that are there (*mixed*) is, for a sum, its
 //!   other operand, and absent for a product. Zeros stand in for what is absent where neither holds: in a
 //!   concatenation, a choice, an operation that is not known to be linear.
@@ -28,10 +29,17 @@ use crate::error::PartitionError;
 /// arguments, which begin with `saved` tensors of the forward pass. Of the tangents the result takes only
 /// those; it has all outputs, with zeros where none of them leads.
 ///
+/// An operation that `stays` runs whatever is absent, because others than this graph wait for it: ranks.
+///
 /// # Errors
 ///
 /// If a node cannot be added, which is a defect of this crate.
-pub fn without_tangents(backward: &Graph, saved: usize, given: &[bool]) -> Result<Graph, PartitionError> {
+pub fn without_tangents(
+    backward: &Graph,
+    saved: usize,
+    given: &[bool],
+    stays: impl Fn(&Op) -> bool,
+) -> Result<Graph, PartitionError> {
     let mut new = Graph::new(backward.name.clone());
     let mut map: SecondaryMap<Value, PackedOption<Value>> = SecondaryMap::new();
     let gradients = following(backward, saved);
@@ -56,7 +64,7 @@ pub fn without_tangents(backward: &Graph, saved: usize, given: &[bool]) -> Resul
                 .clone()
                 .any(|operand| gradient(operand) && !absent(operand))
         };
-        let follows = if !operands.clone().any(absent) || across_ranks(&data.op) {
+        let follows = if !operands.clone().any(absent) || stays(&data.op) {
             Follows::Itself
         } else if is_mixed() {
             mixed(backward, data, absent)
@@ -116,11 +124,6 @@ fn following(backward: &Graph, saved: usize) -> EntitySet<Value> {
         }
     }
     following
-}
-
-/// Whether all ranks run the operation, or none.
-fn across_ranks(op: &Op) -> bool {
-    matches!(op, Op::Collective(_) | Op::CollectiveWait)
 }
 
 /// What a node with an absent operand is.

@@ -255,7 +255,7 @@ fn tangents_that_are_not_there_are_zeros() {
     let saved = split.saved.len();
     for set in 0..8u32 {
         let given: Vec<bool> = (0..3).map(|tangent| set >> tangent & 1 == 1).collect();
-        let part = without_tangents(&split.backward, saved, &given).unwrap();
+        let part = without_tangents(&split.backward, saved, &given, |_| false).unwrap();
         assert_eq!(verify(&part), Ok(()));
         let absent = |index: usize| index.checked_sub(saved).is_some_and(|tangent| !given[tangent]);
         let with_zeros: Vec<HostTensor> = tensors
@@ -387,7 +387,7 @@ fn what_is_absent_goes_through_no_operation() {
         let scalar = |value: f64| HostTensor::from_floats(DType::F32, [], [value]);
         let ones = HostTensor::from_floats(DType::F32, [2, 3], [1.0; 6]);
         let there = [ones.clone(), scalar(f64::INFINITY), scalar(7.0)];
-        let part = without_tangents(&backward, 2, &[true, false]).unwrap();
+        let part = without_tangents(&backward, 2, &[true, false], |_| false).unwrap();
         assert_eq!(verify(&part), Ok(()));
         let found = interpret(&part, &there, &[]).unwrap();
         assert_eq!(found[0].to_f64s(), [7.0], "{operation}\n{part}");
@@ -396,8 +396,42 @@ fn what_is_absent_goes_through_no_operation() {
             continue;
         }
         // Of both tangents none is left out.
-        let whole = without_tangents(&backward, 2, &[true, true]).unwrap();
+        let whole = without_tangents(&backward, 2, &[true, true], |_| false).unwrap();
         let found = interpret(&whole, &[&there[..], &[ones]].concat(), &[]).unwrap();
         assert_ne!(found[0].to_f64s(), [7.0], "{operation}");
     }
+}
+
+/// Other ranks wait for a mean over ranks, whose tangent may be there on theirs.
+#[test]
+fn what_is_absent_stops_no_operation_that_others_wait_for() {
+    let backward = Graph::parse(
+        "graph @t {
+  %x = parameter 0 : f32[2]
+  %g = parameter 1 : f32[2]
+  %d = parameter 2 : f32[2]
+  %twice = add %d, %d : f32[2]
+  %mean = extern \"mean over ranks\" %twice : f32[2]
+  %own = extern \"own\" %d : f32[2]
+  %product = mul %mean, %x : f32[2]
+  %some = add %g, %product : f32[2]
+  %all = add %some, %own : f32[2]
+  return %all
+}",
+    )
+    .unwrap();
+    let is_of_ranks = |op: &Op| matches!(op, Op::Extern(op) if op.name == "mean over ranks");
+    let part = without_tangents(&backward, 1, &[true, false], is_of_ranks).unwrap();
+    assert_eq!(verify(&part), Ok(()));
+    let kept: Vec<_> = part
+        .nodes()
+        .filter(|(_, data)| matches!(data.op, Op::Extern(_)))
+        .map(|(_, data)| (is_of_ranks(&data.op), part.is_zero(data.inputs[0])))
+        .collect();
+    assert_eq!(kept, [(true, true)], "{part}");
+    // What follows from the mean is there, too.
+    assert!(
+        part.nodes().any(|(_, data)| data.op == Op::Binary(BinaryOp::Mul)),
+        "{part}"
+    );
 }

@@ -299,6 +299,16 @@ impl ExecuteError {
             _ => false,
         }
     }
+
+    /// Whether the graph is the cause, so that the next attempt to prepare it fails alike. Whatever else
+    /// fails, such as a disk that is full or a compiler that was killed, may pass.
+    pub fn is_of_graph(&self) -> bool {
+        match self {
+            Self::Compile(_) | Self::Mean(_) | Self::Crashes { .. } => true,
+            Self::Minified { source, .. } => source.is_of_graph(),
+            _ => false,
+        }
+    }
 }
 
 #[cfg(feature = "candle")]

@@ -201,6 +201,15 @@ impl fmt::Display for Mismatch {
     }
 }
 
+/// What becomes of a new step or function behind the recompile limit, for a warning: of one that `exchanges`
+/// something with other ranks, and of any other.
+pub fn behind_limit(exchanges: bool) -> &'static str {
+    match exchanges {
+        true => "are compiled all the same, each for its shapes, because all ranks must exchange the same",
+        false => "run on aot_eager, which is slower",
+    }
+}
+
 /// The advice for compilations that these mismatches made necessary: what differed most often. Of dimensions
 /// it has the sizes that were seen. `dynamic` is what becomes of shapes, and none where each shape is
 /// compiled.

@@ -25,6 +25,7 @@ use super::sighting::Sighting;
 use crate::device::Place;
 use crate::precision;
 use crate::random::Stream;
+use crate::ranks;
 use crate::storage::Storage;
 use crate::stream::{self, Visitor};
 use crate::table;
@@ -178,6 +179,11 @@ impl Recorded {
         let inputs = self.inputs.iter().map(|input| input.ir.id);
         let mut places = self.output_ids.iter().copied().chain(inputs).map(table::place);
         places.find_map(Place::gpu)
+    }
+
+    /// Whether the recording has something that all ranks compute together.
+    pub fn is_of_ranks(&self) -> bool {
+        self.operations.iter().any(ranks::is_recorded)
     }
 }
 

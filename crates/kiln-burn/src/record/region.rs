@@ -30,7 +30,6 @@ use crate::error::Error;
 use crate::execute::families::Families;
 use crate::execute::{Effort, Setting};
 use crate::options::{CompileBackend, CompileOptions, Dynamic};
-use crate::ranks;
 use crate::storage::Storage;
 use crate::table;
 
@@ -356,7 +355,7 @@ impl Region {
         }
         let mut step = compiled?;
         if at_limit && !absorbed {
-            self.warn_of_limit(is_of_ranks(recorded));
+            self.warn_of_limit(recorded.is_of_ranks());
         }
         step.number = number;
         step.stages.insert(0, ("record", self.recorded_in));
@@ -441,7 +440,7 @@ impl Region {
         if compiled >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             return match (backend, &self.families) {
                 // Other ranks, which may be behind the limit or not, wait for what this step exchanges.
-                _ if is_of_ranks(recorded) => (backend, false, true),
+                _ if recorded.is_of_ranks() => (backend, false, true),
                 (CompileBackend::Cpu | CompileBackend::Cuda, Some(_)) => (backend, false, true),
                 _ => (CompileBackend::AotEager, false, true),
             };
@@ -461,7 +460,7 @@ impl Region {
     }
 
     /// Says once that the recompile limit is reached.
-    fn warn_of_limit(&mut self, with_ranks: bool) {
+    fn warn_of_limit(&mut self, exchanges: bool) {
         if std::mem::replace(&mut self.warned_limit, true) {
             return;
         }
@@ -470,10 +469,7 @@ impl Region {
             region = %self.options.name,
             "recompile limit of {} reached; further steps {}.{}",
             self.options.recompile_limit,
-            match with_ranks {
-                true => "are compiled all the same, each for its shapes, because all ranks must exchange the same",
-                false => "run on aot_eager, which is slower",
-            },
+            guard::behind_limit(exchanges),
             self.advice(),
         );
     }
@@ -497,11 +493,6 @@ impl Region {
             },
         }
     }
-}
-
-/// Whether a recording has something that all ranks compute together.
-fn is_of_ranks(recorded: &Recorded) -> bool {
-    recorded.operations.iter().any(ranks::is_recorded)
 }
 
 /// Most steps of a segment that are kept although nothing was compiled for them: to plan one again takes a

@@ -181,19 +181,22 @@ impl SplitRegion {
             tracing::info!(target: "kiln::recompiles", region = %self.options.name, "{mismatch}");
             recompiles.push(mismatch);
         }
-        let limit = steps.len() >= self.options.recompile_limit;
-        let backend = if limit && self.options.backend > CompileBackend::AotEager {
+        let mut backend = self.options.backend.on(recorded.gpu());
+        if steps.len() >= self.options.recompile_limit && backend > CompileBackend::AotEager {
+            // Other ranks, which may be behind the limit or not, wait for what this function exchanges.
+            let exchanges = recorded.is_of_ranks();
             tracing::warn!(
                 target: "kiln::recompiles",
                 region = %self.options.name,
-                "recompile limit of {} reached; further forward passes run on aot_eager, which is slower.{}",
+                "recompile limit of {} reached; further forward passes {}.{}",
                 self.options.recompile_limit,
+                guard::behind_limit(exchanges),
                 guard::advice(recompiles.iter(), None),
             );
-            CompileBackend::AotEager
-        } else {
-            self.options.backend.on(recorded.gpu())
-        };
+            if !exchanges {
+                backend = CompileBackend::AotEager;
+            }
+        }
         let step = SplitStep::compile(&self.options, backend, recorded, of, places)?;
         let step = Arc::new(step);
         steps.push(step.clone());
