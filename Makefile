@@ -17,7 +17,7 @@ test: lint nextest doc
 # The same for what runs on an NVIDIA GPU, which must be there. A test that loses the device has a process of its own.
 test-cuda: nextest
 	KILN_TEST_CUDA=required $(CARGO) nextest run -p kiln-cuda --test-threads 1 --no-capture
-	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test programs -E 'test(cpu_1) | test(cpu_2)'
+	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test programs
 	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace --test devices
 	KILN_TEST_CUDA=required $(CARGO) nextest run --workspace -E 'test(data::images)'
 

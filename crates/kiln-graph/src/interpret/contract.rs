@@ -15,20 +15,19 @@ pub(super) fn dot_general(a: &Array, b: &Array, dims: &DotDims, ty: &TensorType)
     let free_a = DotDims::free(a.ty.shape.rank(), &dims.a_batch, &dims.a_contract);
     let free_b = DotDims::free(b.ty.shape.rank(), &dims.b_batch, &dims.b_contract);
     let extent = |x: &Array, axes: &[usize]| axes.iter().map(|&axis| x.ty.shape[axis]).product::<usize>();
-    let (batch, depth) = (extent(a, &dims.a_batch), extent(a, &dims.a_contract));
+    let depth = extent(a, &dims.a_contract);
     let (rows, columns) = (extent(a, &free_a), extent(b, &free_b));
-    let order =
-        |batch: &[usize], free: &[usize], contract: &[usize]| [batch, free, contract].concat().into_iter();
-    let a = arranged(a, order(&dims.a_batch, &free_a, &dims.a_contract));
-    let b = arranged(b, order(&dims.b_batch, &free_b, &dims.b_contract));
+    let order = |axes: [&[usize]; 3]| axes.concat().into_iter();
+    let a = arranged(a, order([&dims.a_batch, &free_a, &dims.a_contract]));
+    let b = arranged(b, order([&dims.b_batch, &dims.b_contract, &free_b]));
     let data = map_data2!(a, b, (a, b) => {
-        let mut out = Vec::with_capacity(ty.numel());
-        for n in 0..batch {
-            for i in 0..rows {
-                let row = &a[(n * rows + i) * depth..][..depth];
-                for j in 0..columns {
-                    let column = &b[(n * columns + j) * depth..][..depth];
-                    out.push(row.iter().zip(column).fold(Number::ZERO, |sum, (&x, &y)| Number::add(sum, x.mul(y))));
+        let mut out = vec![Number::ZERO; ty.numel()];
+        // A row of sums at a time: each adds its products in the order of the depth, and none waits for another.
+        for (row, sums) in out.chunks_exact_mut(columns.max(1)).enumerate() {
+            let b = &b[row / rows * depth * columns..][..depth * columns];
+            for (&x, b) in a[row * depth..][..depth].iter().zip(b.chunks_exact(columns)) {
+                for (sum, &y) in sums.iter_mut().zip(b) {
+                    *sum = Number::add(*sum, x.mul(y));
                 }
             }
         }

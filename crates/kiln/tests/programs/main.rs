@@ -14,8 +14,8 @@
 //!   programs! { returns_its_input => Replayed }                    its line in the table: what is expected
 //! ```
 //!
-//! Each line makes four tests, one for each [`Way`]: backend, threads, and whether results are read at once
-//! or after the last call.
+//! Each line makes two tests, on one thread and on two. Each runs the program in two [`Way`]s: a backend, and
+//! whether results are read at once or after the last call.
 
 mod captured;
 mod compare;
@@ -39,30 +39,20 @@ mod trainer;
 
 use program::{Program, Way};
 
-/// Makes four tests of each program: `programs! { function => Expectation, .. }`.
+/// Makes two tests of each program: `programs! { function => Expectation, .. }`.
 macro_rules! programs {
     ($($name:ident => $expected:expr),* $(,)?) => {$(
         mod $name {
             use crate::program::Expectation::*;
 
             #[test]
-            fn aot_eager_1() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::AOT_EAGER_1);
+            fn one_thread() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::ONE_THREAD);
             }
 
             #[test]
-            fn aot_eager_2() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::AOT_EAGER_2);
-            }
-
-            #[test]
-            fn cpu_1() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::CPU_1);
-            }
-
-            #[test]
-            fn cpu_2() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::CPU_2);
+            fn two_threads() {
+                crate::check(module_path!(), super::$name, $expected, crate::program::TWO_THREADS);
             }
         }
     )*};
@@ -82,14 +72,15 @@ fn known(name: &str) -> bool {
     skipped.is_some()
 }
 
-/// Runs a program plainly and in one way compiled.
-fn check(path: &str, program: fn(&Program), expected: program::Expectation, way: Way) {
-    let way = way.on_this_machine();
+/// Runs a program plainly and compiled, in each of the ways.
+fn check(path: &str, program: fn(&Program), expected: program::Expectation, ways: [Way; 2]) {
     let name = path.split_once("::").map_or(path, |(_, name)| name);
     if known(name) {
         return;
     }
-    if let Err(message) = program::compare_runs(&program, expected, way) {
-        panic!("{message}");
+    for way in ways.map(Way::on_this_machine) {
+        if let Err(message) = program::compare_runs(&program, expected, way) {
+            panic!("{way:?}: {message}");
+        }
     }
 }

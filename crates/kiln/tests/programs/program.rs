@@ -53,6 +53,10 @@ pub const CPU_2: Way = Way {
     at_once: false,
 };
 
+/// What a test runs in one process, which has one number of threads.
+pub const ONE_THREAD: [Way; 2] = [AOT_EAGER_1, CPU_1];
+pub const TWO_THREADS: [Way; 2] = [AOT_EAGER_2, CPU_2];
+
 impl Way {
     /// With `KILN_TEST_CUDA=required` the ways of the backend `cpu` go over the first GPU.
     pub fn on_this_machine(mut self) -> Self {
