@@ -5,7 +5,7 @@ mod support;
 
 use kiln_graph::op::{BinaryOp, CompareOp, ConvDims, Op, ReduceOp, UnaryOp, Window};
 use kiln_graph::{DType, Graph, Provenance, Shape, TensorType, Value};
-use support::check_relative;
+use support::{Setup, check_relative};
 
 /// Builds graphs of images without repeating types.
 struct Net {
@@ -443,4 +443,41 @@ fn means_of_narrow_integers_are_computed_in_64_bits() {
 fn parsed(lines: &str, results: &str) -> Graph {
     let text = format!("graph @g {{\n{lines}\nreturn {results}\n}}");
     Graph::parse(&text).unwrap_or_else(|error| panic!("{text}: {error}"))
+}
+
+/// A kernel has working memory for no more planes than there are, however many threads it may meet.
+#[test]
+fn poolings_of_few_planes_take_no_memory_for_more() {
+    let text = "%d = parameter 0 : bf16[1,1,256,256]
+         %i = parameter 1 : i64[1,1,256,256]
+         %g = max_pool_grad %d, %i {input=[512,512]} : bf16[1,1,512,512]";
+    let bytes = |threads: usize| {
+        let step = Setup::detect(threads).compile(&parsed(text, "%g")).unwrap();
+        step.plan.arena_bytes
+    };
+    let (plane, few) = (512 * 512 * 4, bytes(1));
+    assert!(few >= plane && few < 2 * plane, "{few} bytes");
+    assert_eq!(bytes(16), few);
+}
+
+/// The templates number places in 32 bits; what a plane has more of is for plain loops.
+#[test]
+fn places_of_large_planes_are_numbered_in_64_bits() {
+    let window = "size=[2,2], stride=[2,2], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
+    for (height, is_plain) in [(65536, true), (32766, false)] {
+        let (x, y) = (
+            format!("[1,1,{height},65536]"),
+            format!("[1,1,{},32768]", height / 2),
+        );
+        let text = format!(
+            "%x = parameter 0 : f32{x}
+             %y, %i = max_pool_with_indices %x {{{window}}} : f32{y}, i64{y}"
+        );
+        let step = Setup::detect(2).compile(&parsed(&text, "%y, %i")).unwrap();
+        let counts = step
+            .code
+            .iter()
+            .any(|file| file.text.contains("int64_t at = -1;"));
+        assert_eq!(counts, is_plain, "{x}");
+    }
 }

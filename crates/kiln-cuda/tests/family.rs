@@ -221,3 +221,39 @@ fn templates_compile_for_two_generations() {
         assert_eq!(family.compile_into(&of(44), None).unwrap().1, Outcome::Known);
     }
 }
+
+/// A pool of largest elements and its gradient over images of `size`, and the tensors they are called with.
+fn pool(size: usize) -> (Graph, Vec<HostTensor>, Vec<Scalar>) {
+    let half = size.div_ceil(2);
+    let (x, y) = (format!("[2,6,{size},{size}]"), format!("[2,6,{half},{half}]"));
+    let window = "size=[3,3], stride=[2,2], pad_low=[1,1], pad_high=[1,1], dilation=[1,1]";
+    let graph = Graph::parse(&format!(
+        "graph @pool {{
+  %0 = parameter 0 : f32{x}
+  %1 = parameter 1 : f32{y}
+  %2, %3 = max_pool_with_indices %0 {{{window}}} : f32{y}, i32{y}
+  %4 = max_pool_grad %1, %3 {{input=[{size},{size}]}} : f32{x}
+  return %2, %4
+}}"
+    ))
+    .unwrap();
+    let (tensors, scalars) = arguments(&graph, 5);
+    (graph, tensors, scalars)
+}
+
+/// Places of images are numbers of their kernels, which divide by them through reciprocals.
+#[test]
+fn pools_share_their_kernels() {
+    let of_host = family();
+    for size in [21, 30, 25] {
+        check(&of_host, &pool(size), &format!("size {size}"));
+    }
+    assert_eq!(check(&of_host, &pool(27), "size 27"), Outcome::Known);
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
+    let of_device = Family::new(maker((compiler, Store::disabled())));
+    for size in [21, 30] {
+        let (_, outcome) = of_device.compile_into(&pool(size).0, None).unwrap();
+        assert!(!format!("{outcome:?}").contains("wants constants"), "{outcome:?}");
+    }
+}

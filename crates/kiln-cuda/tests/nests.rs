@@ -1013,6 +1013,46 @@ fn what_is_rounded_to_16_bits_may_be_a_little_off() {
         %w = cast %z : bf16[64,48]
         %v = min %w, %y : bf16[64,48]";
     assert_eq!(near(largest, "%y, %m, %v"), "");
+    // So are they where they were widened before.
+    let widened = "%e = exp %x : f32[64,48]
+        %y = cast %e : f16[64,48]
+        %w = cast %y : f32[64,48]
+        %n = neg %w : f32[64,48]
+        %m = reduce max %n {axes=[1]} : f32[64]";
+    assert_eq!(near(widened, "%y, %m"), "");
+    // The largest number of f32 is no number of 16 bits.
+    let full = "%e = exp %x : f32[64,48]
+        %y = cast %e : f16[64,48]
+        %m = reduce max %x {axes=[1]} : f32[64]";
+    assert_eq!(near(full, "%y, %m"), "exp");
+    // What the backward pass decides by, the forward pass computes as that does. The partition computes it
+    // again there: from the same operands, and is cheaper than keeping it.
+    let again = |decision: &str| {
+        format!(
+            "%e = exp %x : f32[64,48] ; fwd
+        %y = cast %e : bf16[64,48] ; fwd
+        %w = cast %y : f32[64,48] ; fwd
+        %sum = reduce sum %w {{axes=[0]}} : f32[48] ; fwd
+        %d = parameter 1 : f32[64,48]
+        {decision}
+        %z = reduce sum %g {{axes=[0]}} : f32[48] ; bwd"
+        )
+    };
+    let decided = again(
+        "%large = compare gt %w, %d : bool[64,48] ; bwd
+        %g = select %large, %d, %x : f32[64,48] ; bwd",
+    );
+    assert_eq!(near(&decided, "%sum, %z"), "");
+    assert_eq!(
+        near(&again("%g = mul %w, %d : f32[64,48] ; bwd"), "%sum, %z"),
+        "exp"
+    );
+    // What is broadcast along a row is as exact as what is made of it.
+    let rows = "%s = reduce sum %x {axes=[1]} : f32[64]
+        %r = recip %s : f32[64]
+        %all = broadcast %r {dims=[0]} : f32[64,48]
+        %p = mul %x, %all : f32[64,48]";
+    assert_eq!(near(rows, "%p"), "");
     // A sum over a row that is rounded, and what divides by it.
     let softmax = "%e = exp %x : f32[64,48]
         %sum = reduce sum %e {axes=[1]} : f32[64]

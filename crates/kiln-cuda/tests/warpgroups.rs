@@ -36,6 +36,13 @@ fn own_products(code: &StepCode) -> usize {
     code.calls.iter().map(|call| sides(&call.kind)).sum()
 }
 
+/// Steps of which every other one is of the other type: where what is compiled or run takes long, and types
+/// make no other kernels.
+fn in_turn(steps: impl Fn(&str) -> Vec<Graph>) -> impl Iterator<Item = Graph> {
+    let both = steps("bf16").into_iter().zip(steps("f16")).enumerate();
+    both.map(|(number, (one, other))| if number % 2 == 0 { one } else { other })
+}
+
 #[test]
 fn a_nest_and_its_product_are_one_kernel() {
     for dtype in ["bf16", "f16"] {
@@ -61,16 +68,14 @@ fn a_nest_and_its_product_are_one_kernel() {
 
 #[test]
 fn where_the_template_is_not_product_and_nest_follow_each_other() {
-    for dtype in ["bf16", "f16"] {
-        for graph in behind::nests(dtype) {
-            assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0);
-            let outcome = Differential::new(&graph).check();
-            assert!(
-                matches!(outcome, Ok(Outcome::Same)),
-                "{}: {outcome:?}",
-                graph.name
-            );
-        }
+    for graph in in_turn(behind::nests) {
+        assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0);
+        let outcome = Differential::new(&graph).check();
+        assert!(
+            matches!(outcome, Ok(Outcome::Same)),
+            "{}: {outcome:?}",
+            graph.name
+        );
     }
 }
 
@@ -360,19 +365,16 @@ fn terms_are_added_before_they_are_rounded() {
 fn nvrtc_compiles_them() {
     let Some(nvrtc) = common::nvrtc() else { return };
     let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
-    for dtype in ["bf16", "f16"] {
-        let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
+    let steps = in_turn(|dtype| {
         let alone = [behind::products(dtype), behind::placed(dtype)];
+        let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
         let summed = behind::sums(dtype).into_iter().map(|summed| summed.graph);
-        let steps = behind::nests(dtype)
-            .into_iter()
-            .chain(alone)
-            .chain(joined)
-            .chain(summed);
-        for graph in steps {
-            let (sources, _) = code(&graph, Warpgroups::Always).sources();
-            let compiled = compiler.compile(&sources);
-            compiled.unwrap_or_else(|error| panic!("{}: {error}", graph.name));
-        }
+        let steps = behind::nests(dtype).into_iter().chain(alone);
+        steps.chain(joined).chain(summed).collect()
+    });
+    for graph in steps {
+        let (sources, _) = code(&graph, Warpgroups::Always).sources();
+        let compiled = compiler.compile(&sources);
+        compiled.unwrap_or_else(|error| panic!("{}: {error}", graph.name));
     }
 }

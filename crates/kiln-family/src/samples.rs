@@ -240,14 +240,27 @@ impl Recorded {
         let mut all: Vec<i64> = Vec::new();
         let mut step = self.factor;
         while step >= COMMON && all.len() < count {
-            let mut sizes: Vec<i64> = (1..=2 * self.most / step).map(|it| it * step).collect();
-            sizes.retain(|size| !all.contains(size));
-            sizes.sort_by_key(|size| (size - size.clamp(&self.least, &self.most)).abs());
+            let sizes = self.nearest(step).filter(|size| !all.contains(size));
+            let sizes: Vec<i64> = sizes.take(count - all.len()).collect();
             all.extend(sizes);
             step /= 2;
         }
-        all.truncate(count);
         all
+    }
+
+    /// Multiples of `step` up to twice the largest size: those between the sizes that were recorded, then
+    /// from these outward, of two that are as near the smaller one first.
+    fn nearest(self, step: i64) -> impl Iterator<Item = i64> {
+        let Self { least, most, .. } = self;
+        let (first, last) = ((least + step - 1) / step, most / step);
+        let mut below = (1..first).rev().map(move |it| it * step).peekable();
+        let mut above = (last + 1..=2 * most / step).map(move |it| it * step).peekable();
+        let outside = std::iter::from_fn(move || match (below.peek(), above.peek()) {
+            (Some(less), Some(more)) if least - less > more - most => above.next(),
+            (Some(_), _) => below.next(),
+            _ => above.next(),
+        });
+        (first..=last).map(move |it| it * step).chain(outside)
     }
 
     /// How many sizes a size stands for that comes so far behind the sampled one before it.
@@ -546,6 +559,20 @@ mod tests {
         assert_eq!(multiples[8..10], [80, 112]);
         assert!(multiples.iter().all(|size| size % 4 == 0));
         assert_eq!(recorded.multiples(3), [64, 96, 128]);
+        // Two sizes without a multiple between them; those around are as near.
+        let pair = Recorded {
+            least: 46,
+            most: 50,
+            factor: 32,
+        };
+        assert_eq!(pair.multiples(2), [32, 64]);
+        // Of long ones no more are made than are asked for.
+        let long = Recorded::of([1_000_000_000, 1_000_000_004].into_iter());
+        assert_eq!(
+            long.multiples(4),
+            [1_000_000_000, 1_000_000_004, 999_999_996, 1_000_000_008]
+        );
+        assert_eq!(long.multiples(1 << 10).len(), 1 << 10);
         let stands_for = |size| recorded.stands_for(size, 8);
         assert_eq!([160, 144, 136].map(stands_for), [128, 32, 8]);
     }

@@ -98,6 +98,7 @@ pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
         kernels = join_casts(graph, kernels);
         kernels = join_pieces(graph, policy, kernels);
     }
+    super::decided::mark(graph, &mut kernels);
     Schedule {
         layouts,
         ..super::order::order(graph, kernels)

@@ -10,6 +10,7 @@ pub mod attention;
 pub mod bits;
 pub mod buffer;
 pub mod class;
+pub mod decided;
 pub mod epilogue;
 pub mod fuse;
 pub mod inplace;

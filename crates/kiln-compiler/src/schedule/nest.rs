@@ -13,7 +13,7 @@
 
 use std::sync::Arc;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use kiln_graph::{Graph, Node, Op, Value};
 
@@ -65,6 +65,9 @@ pub struct Nest {
     pub late: Vec<Value>,
     /// Values that are not stored row-major.
     pub layouts: Arc<Layouts>,
+    /// The values of the step that decisions depend on ([`super::decided`]). Empty in a step without numbers
+    /// of 16 bits.
+    pub decided: Arc<FxHashSet<Value>>,
     /// Values stored by other kernels that this nest reads, and where.
     pub uses: Vec<(Value, Vec<Vec<Index>>)>,
 }
@@ -184,6 +187,36 @@ impl Nest {
             next.cloned().unwrap_or_default()
         });
         axes.collect()
+    }
+
+    /// All operations that are evaluated here, in program order: the members and, between these and what is
+    /// loaded, those that no kernel owns, such as movements.
+    pub fn computed(&self, graph: &Graph) -> Vec<Node> {
+        let loaded: FxHashSet<Value> = self.uses.iter().map(|(value, _)| *value).collect();
+        let mut found: FxHashSet<Node> = self.members.iter().copied().collect();
+        let mut next: Vec<Node> = self.members.clone();
+        let stored = self.stores.iter().map(|store| store.value);
+        let stored = stored.filter(|value| !loaded.contains(value));
+        next.extend(
+            stored
+                .map(|value| graph.value(value).node)
+                .filter(|&node| found.insert(node)),
+        );
+        while let Some(node) = next.pop() {
+            let operands = graph
+                .node(node)
+                .inputs
+                .iter()
+                .filter(|value| !loaded.contains(value));
+            next.extend(
+                operands
+                    .map(|&value| graph.value(value).node)
+                    .filter(|&node| found.insert(node)),
+            );
+        }
+        let mut all: Vec<Node> = found.into_iter().collect();
+        all.sort_unstable();
+        all
     }
 
     /// The pointwise members that compute what an earlier member computes, each with that member's result.

@@ -302,6 +302,13 @@ fn pooling(graph: &Graph, kernel: &Kernel, node: Node, options: &super::EmitOpti
     } else {
         pooling.geometry(shape(from), shape(to))
     };
+    // Templates number the places of a plane in 32 bits.
+    if pooling.kind == PoolKind::Max
+        && !pooling.grad
+        && geometry.input[0] * geometry.input[1] > i32::MAX as usize
+    {
+        return None;
+    }
     // The operand and the result, then the indices of either direction.
     let indices = data.inputs.get(1).or(data.outputs.get(1)).copied();
     let input = window(graph, options.layouts, from, &kernel.reads);

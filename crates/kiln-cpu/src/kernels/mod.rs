@@ -22,6 +22,7 @@ pub mod conv;
 pub mod element;
 mod frame;
 pub mod gemm;
+pub(crate) mod pieces;
 mod plane;
 pub mod pool;
 pub mod standalone;

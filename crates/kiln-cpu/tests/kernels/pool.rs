@@ -382,3 +382,45 @@ fn random_windows_match_the_definition() {
         }
     }
 }
+
+/// Sums of 16 bits are in memory for no more vectors of channels than there are.
+#[test]
+fn gradients_by_channels_take_no_memory_for_more_threads() {
+    let geometry = PoolGeometry {
+        images: 1,
+        channels: 4,
+        input: [4096, 4096],
+        output: [2048, 2048],
+        window: [2, 2],
+        stride: [2, 2],
+        pad_low: [0, 0],
+        pad_high: [0, 0],
+        dilation: [1, 1],
+    };
+    let memory = |pointer: &str, [height, width]: [i64; 2]| Memory {
+        pointer: pointer.into(),
+        strides: [height * width * 4, 0, width * 4, 4, 1],
+    };
+    let bytes = |threads: usize| {
+        let spec = ChannelPool {
+            name: "scatter".into(),
+            comment: String::new(),
+            kind: PoolKind::Max,
+            geometry,
+            storage: Storage::BF16,
+            input: memory("a", [2048, 2048]),
+            output: memory("out", [4096, 4096]),
+            indices: Some(Indices {
+                memory: memory("winners", [2048, 2048]),
+                ctype: "int64_t",
+                own: false,
+            }),
+            params: Vec::new(),
+            threads,
+        };
+        channels::input_grad(&spec, Isa::Avx2).workspace_bytes
+    };
+    // A vector has eight channels.
+    assert_eq!(bytes(1), 4096 * 4096 * 8 * 4);
+    assert_eq!(bytes(16), bytes(1));
+}

@@ -10,9 +10,7 @@ use kiln_graph::{DType, Graph, Node};
 
 use super::{Text, Writer};
 use crate::emit::nest::Argument;
-
-/// Pieces begin at multiples of so many bytes: threads share no cache line.
-const LINE: usize = 64;
+use crate::kernels::pieces::Pieces;
 
 /// Neighbouring columns of an iteration of `index_put`, so that a row of an update is read in whole cache
 /// lines.
@@ -26,14 +24,7 @@ fn is_half(dtype: DType) -> bool {
 
 /// The pieces of a result.
 #[derive(Clone, Copy)]
-pub(super) struct Sums {
-    /// Elements of a piece.
-    elements: usize,
-    /// Pieces in memory at a time: one for each thread, or one for each iteration if these are fewer.
-    pieces: usize,
-    /// Whether they are as many as iterations.
-    is_whole: bool,
-}
+pub(super) struct Sums(Pieces);
 
 impl Sums {
     /// What the plain loops of `node` add up in f32, on at most `threads` threads; none if each step may be
@@ -61,21 +52,13 @@ impl Sums {
             }
             _ => return None,
         };
-        Some(Self {
-            elements,
-            pieces: iterations.min(threads),
-            is_whole: iterations <= threads,
-        })
-    }
-
-    /// Bytes of a piece.
-    fn bytes(&self) -> usize {
-        (self.elements * size_of::<f32>()).next_multiple_of(LINE)
+        let bytes = elements * size_of::<f32>();
+        Some(Self(Pieces::new(bytes, iterations, threads)))
     }
 
     /// Bytes of working memory.
     pub fn scratch(&self) -> usize {
-        self.bytes() * self.pieces
+        self.0.total()
     }
 
     /// Adds the argument for the working memory; the statement that declares the piece of an iteration,
@@ -83,11 +66,8 @@ impl Sums {
     pub fn declared(&self, w: &mut Writer) -> String {
         let at = w.arguments.len();
         w.arguments.push(Argument::Scratch(0));
-        let own = if self.is_whole { "i" } else { "thread" };
-        format!(
-            "float *sums = (float *)((char *)b[{at}] + {own} * (int64_t){});",
-            self.bytes()
-        )
+        let piece = self.0.at("i");
+        format!("float *sums = (float *)((char *)b[{at}] + {piece});")
     }
 }
 

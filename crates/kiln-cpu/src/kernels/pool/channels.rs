@@ -11,6 +11,7 @@ use crate::isa::Isa;
 use crate::kernels::conv::{PixelPlace, address};
 use crate::kernels::element::{Element, Storage};
 use crate::kernels::frame::Frame;
+use crate::kernels::pieces::Pieces;
 use crate::kernels::{KernelText, Param, Width, indent};
 use crate::policy::SERIAL_POOLING;
 
@@ -314,22 +315,26 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
         )
     };
     let element = spec.load(Width::Scalar, "y", "x");
-    let (own, start, update, end) = match spec.storage.is_plain() {
+    let blocks = g.channels.div_ceil(lanes);
+    let units = g.images * blocks;
+    let sums = Pieces::new(pixels * lanes * 4, units, spec.threads);
+    let (workspace, start, update, end) = match spec.storage.is_plain() {
         true => {
             let sum = spec.output.load(spec.storage, Width::Scalar, at_y, at_x);
             (
-                String::new(),
+                0,
                 each_pixel(g.input, &spec.store(Width::Scalar, "y", "x", "0.0f")),
                 spec.store(Width::Scalar, at_y, at_x, &format!("{sum} + {element}")),
                 String::new(),
             )
         }
         false => (
+            sums.total(),
             format!(
-                "float *sums = (float *)(args->workspace + thread * (int64_t){});\n",
-                max_grad_bytes(spec, lanes)
+                "    float *sums = (float *)(args->workspace + {});\n    __builtin_memset(sums, 0, {});\n",
+                sums.at("unit"),
+                pixels * lanes * 4
             ),
-            format!("    __builtin_memset(sums, 0, {pixels} * {lanes} * sizeof(float));\n"),
             format!("sums[index * {lanes} + c - from] += {element};"),
             each_pixel(
                 g.input,
@@ -350,24 +355,14 @@ fn max_grad(spec: &ChannelPool, lanes: usize) -> KernelText {
             pixels - 1
         ),
     );
-    let blocks = g.channels.div_ceil(lanes);
     let body = format!(
-        "{own}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {blocks}, from = unit % \
+        "for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {blocks}, from = unit % \
          {blocks} * {lanes};\n    const int64_t to = from + {lanes} < {channels} ? from + {lanes} : {channels};\n\
          {start}{add}{end}}}\n",
         channels = g.channels,
     );
     let elements = g.images * g.channels * (pixels + g.output[0] * g.output[1]);
-    let workspace = max_grad_bytes(spec, lanes) * spec.threads;
-    kernel(spec, "", &body, g.images * blocks, elements, workspace)
-}
-
-/// Bytes of a thread of [`max_grad`].
-fn max_grad_bytes(spec: &ChannelPool, lanes: usize) -> usize {
-    match spec.storage.is_plain() {
-        true => 0,
-        false => (spec.geometry.input.iter().product::<usize>() * lanes * 4).next_multiple_of(64),
-    }
+    kernel(spec, "", &body, units, elements, workspace)
 }
 
 /// The gradient of the maximum, gathered: its sums have the order of [`max_grad`]. None where the windows

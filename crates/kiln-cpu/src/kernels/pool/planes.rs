@@ -9,6 +9,7 @@
 use crate::isa::Isa;
 use crate::kernels::conv::{LoadImage, PixelPlace};
 use crate::kernels::frame::Frame;
+use crate::kernels::pieces::Pieces;
 use crate::kernels::plane::{Slab, spaced};
 use crate::kernels::{KernelText, Param, Width, indent, round_up, vector};
 use crate::policy::SERIAL_POOLING;
@@ -80,6 +81,10 @@ pub struct PoolSpec<'a> {
 }
 
 impl PoolGeometry {
+    fn planes(&self) -> usize {
+        self.images * self.channels
+    }
+
     fn span(&self, d: usize) -> usize {
         (self.window[d] - 1) * self.dilation[d]
     }
@@ -163,7 +168,7 @@ pub(super) fn table<T: ToString>(ctype: &str, name: &str, values: &[T], lanes: u
 
 /// The working memory of a kernel that works plane by plane.
 ///
-/// Each thread has the padded slab that its operand's plane is copied into, if the kernel needs one, then the
+/// A plane has the padded slab that its operand's plane is copied into, if the kernel needs one, then the
 /// plane of results, then the plane of indices, if there is one.
 struct PlaneMemory {
     slab: Option<Slab>,
@@ -216,9 +221,10 @@ impl PlaneMemory {
         round_up((self.pixels + self.lanes) * 4, 64)
     }
 
-    /// Bytes of a thread.
-    fn each(&self) -> usize {
-        self.slab_bytes() + self.plane_bytes() * if self.indices { 2 } else { 1 }
+    /// That of a kernel for `planes`, which at most `threads` threads share.
+    fn pieces(&self, planes: usize, threads: usize) -> Pieces {
+        let bytes = self.slab_bytes() + self.plane_bytes() * if self.indices { 2 } else { 1 };
+        Pieces::new(bytes, planes, threads)
     }
 }
 
@@ -229,7 +235,7 @@ pub fn workspace(kind: PoolKind, geometry: &PoolGeometry, grad: bool, threads: u
         false => PlaneMemory::forward(kind, geometry, lanes),
         true => PlaneMemory::input_grad(kind, geometry, lanes),
     };
-    memory.each() * threads
+    memory.pieces(geometry.planes(), threads).total()
 }
 
 /// Parts of a kernel that works plane by plane.
@@ -251,7 +257,8 @@ impl Planes {
             threads: spec.threads,
         };
         let Self { memory, before, body } = self;
-        let (slab, each) = (memory.slab_bytes(), memory.each());
+        let units = g.planes();
+        let (slab, pieces) = (memory.slab_bytes(), memory.pieces(units, spec.threads));
         let PlaneMemory {
             pixels,
             indices,
@@ -273,10 +280,11 @@ impl Planes {
             g.images, g.input, g.channels
         );
         let body = format!(
-            "char *own = args->workspace + thread * {each};\nfloat *slab = (float *)own, *result = (float *)(own + {slab});\nint32_t *indices = \
-             (int32_t *)(own + {});\n(void)slab, (void)indices;\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / \
+            "for (int64_t unit = begin; unit < end; unit++) {{\n    char *own = args->workspace + {};\n    float *slab = (float *)own, *result = \
+             (float *)(own + {slab});\n    int32_t *indices = (int32_t *)(own + {});\n    (void)slab, (void)indices;\n    const int64_t image = unit / \
              {channels}, channel = unit % {channels};\n{}    int64_t x = 0;\n    for (; x + {lanes} <= {pixels}; x += {lanes}) {{\n        vf sum = \
              vf_load(result + x);\n{}{}    }}\n    for (; x < {pixels}; x++) {{\n        float sum = result[x];\n{}{}    }}\n}}\n",
+            pieces.at("unit"),
             slab + memory.plane_bytes(),
             indent(&body, 4),
             index("vi index = vi_load(indices + x);"),
@@ -285,11 +293,10 @@ impl Planes {
             consume(Width::Scalar),
             channels = g.channels,
         );
-        let units = g.images * g.channels;
         let small = units * (g.input[0] * g.input[1] + pixels) < SERIAL_POOLING;
         let source = frame.head(&about, "") + &before + &frame.part("", "planes", &body);
         let calls = frame.run(small)(&format!("{}_planes", frame.name), units);
-        frame.finish(source, &calls, each * frame.threads)
+        frame.finish(source, &calls, pieces.total())
     }
 }
 

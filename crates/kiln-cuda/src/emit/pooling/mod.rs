@@ -1,10 +1,10 @@
 //! Pools and their gradients: a thread has a few neighbouring channels of one place of the result, or of a
 //! block of them.
 //!
-//! Gradients are gathered, so that no two threads add to one element: the thread of an input element looks
-//! at all windows that contain it. The gradient of a pool of largest elements has no operand for the
-//! windows. They are known where the pool that made its indices is in the same graph; elsewhere [`scatter`]
-//! reads all indices of a channel.
+//! Gradients are gathered, so that no two threads add to one element: the thread of an input element, or of a
+//! block of them, looks at all windows that contain one of its own. The gradient of a pool of largest
+//! elements has no operand for the windows. They are known where the pool that made its indices is in the
+//! same graph; elsewhere [`scatter`] reads all indices of a channel.
 
 mod scatter;
 
@@ -69,24 +69,26 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         result: Image::result(graph, options, to),
         indices,
     };
-    if !pool.has_places(&data.op) {
-        return None;
-    }
+    let is_counted = |window: &Window| pool.has_places(Some(window));
     match &data.op {
-        Op::MaxPool(window) | Op::MaxPoolWithIndices { window, .. } => pool.max(window),
-        Op::MaxPoolGrad { .. } => match made_by(graph, node).filter(|window| pool.is_covered(window)) {
-            Some(window) => pool.max_gradient(window),
-            None => scatter::generate(&pool),
-        },
+        Op::MaxPool(window) | Op::MaxPoolWithIndices { window, .. } if is_counted(window) => pool.max(window),
+        Op::MaxPoolGrad { .. } => {
+            let window = made_by(graph, node).filter(|window| is_counted(window) && pool.is_covered(window));
+            match window {
+                Some(window) => pool.max_gradient(window),
+                None if pool.has_places(None) => scatter::generate(&pool),
+                None => None,
+            }
+        }
         Op::AvgPool {
             window,
             count_include_pad,
-        } => pool.mean(window, *count_include_pad, MEAN),
+        } if is_counted(window) => pool.mean(window, *count_include_pad, MEAN),
         Op::AvgPoolGrad {
             window,
             count_include_pad,
             ..
-        } => pool.mean(window, *count_include_pad, MEAN_GRADIENT),
+        } if is_counted(window) => pool.mean(window, *count_include_pad, MEAN_GRADIENT),
         _ => None,
     }
 }
@@ -137,12 +139,13 @@ impl Pool {
 
     fn max_gradient(&self, window: &Window) -> Option<KernelCode> {
         let block = block(window);
-        let blocks = (0..3).map(|axis| self.result.extents[axis].div_ceil(block[axis]));
-        let numbers = blocks.product::<usize>() * self.result.images * self.result.channels;
+        let blocks: [usize; 3] = std::array::from_fn(|axis| self.result.extents[axis].div_ceil(block[axis]));
+        let numbers = blocks.iter().product::<usize>() * self.result.images * self.result.channels;
         let mut template = self.template(window, sum_register(self.dtype), true);
         self.index_constants(&mut template);
         template
             .spatial("BLOCK", block)
+            .spatial("BLOCKS", blocks)
             .constant("Index", "NUMBERS", numbers);
         let operands = vec![
             (
@@ -171,21 +174,15 @@ impl Pool {
         self.launch(template, &[PLACE, WINDOW, text], operands, numbers)
     }
 
-    /// Whether kernels count the places of each dimension in 31 bits.
-    fn has_places(&self, op: &Op) -> bool {
-        let beyond = match op {
-            Op::MaxPool(window)
-            | Op::MaxPoolWithIndices { window, .. }
-            | Op::AvgPool { window, .. }
-            | Op::AvgPoolGrad { window, .. } => {
-                let [size, dilation, stride] =
-                    [&window.size, &window.dilation, &window.stride].map(|list| spatial(list, 1));
-                let padding = [&window.pad_low, &window.pad_high].map(|list| spatial(list, 0));
-                beyond(size, dilation, padding, stride)
-            }
-            _ => [0; 3],
+    /// Whether kernels count the places of each dimension in 31 bits, and those that `window` reaches.
+    fn has_places(&self, window: Option<&Window>) -> bool {
+        let reach = |window: &Window| {
+            let [size, dilation, stride] =
+                [&window.size, &window.dilation, &window.stride].map(|list| spatial(list, 1));
+            let padding = [&window.pad_low, &window.pad_high].map(|list| spatial(list, 0));
+            beyond(size, dilation, padding, stride)
         };
-        has_places([&self.image, &self.result], beyond)
+        has_places([&self.image, &self.result], window.map_or([0; 3], reach))
     }
 
     /// Whether indices say which window they are of: every window has an element that is no padding, and no

@@ -3,8 +3,10 @@
 // An element of the result: its image, channel and place.
 struct Place { int image, channel, at[3]; };
 
-// Element `number` of a result of these extents, counted in the order of memory.
-inline Place place_among(Index element, int extent0, int extent1, int extent2)
+// Element `number` of a result of these extents, counted in the order of memory. Extents keep their types: numbers of
+// a template divide by a reciprocal.
+template <class Extent0, class Extent1, class Extent2>
+inline Place place_among(Index element, Extent0 extent0, Extent1 extent1, Extent2 extent2)
 {
     Place place;
     Count number = (Count)element;

@@ -9,7 +9,7 @@ inline void run(const T* __restrict__ gradient, const I* __restrict__ indices, T
 {
     Index number = ((Index)blockIdx.x * THREADS + threadIdx.x) * VECTOR;
     if (number >= NUMBERS) return;
-    Place x = place_among(number, (RESULT0 - 1) / BLOCK0 + 1, (RESULT1 - 1) / BLOCK1 + 1, (RESULT2 - 1) / BLOCK2 + 1);
+    Place x = place_among(number, BLOCKS0, BLOCKS1, BLOCKS2);
     x.at[0] *= BLOCK0;
     x.at[1] *= BLOCK1;
     x.at[2] *= BLOCK2;
