@@ -111,15 +111,14 @@ where
 }
 
 /// The numbers of all later calls.
-fn numbers<B, M, O, L>(
+fn numbers<B, O, L>(
     plan: &Plan<L>,
-    rehearsal: &Rehearsal<B, M, O>,
+    rehearsal: &Rehearsal<B, O>,
     rate: LearningRate,
     steps: u64,
 ) -> Option<Numbers>
 where
     B: TrainBackend,
-    M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<kiln_burn::Kiln>,
     L: StepOutput<B>,
 {
@@ -191,14 +190,13 @@ fn classify(
 
 /// The optimizer's numbers at the next calls, one row a call; ends where they cannot be foretold, or the
 /// optimizer does something else than `updates`.
-fn calls<B, M, O>(
-    rehearsal: &Rehearsal<B, M, O>,
+fn calls<B, O>(
+    rehearsal: &Rehearsal<B, O>,
     updates: &Updates,
     rate: LearningRate,
-) -> impl Iterator<Item = Vec<ScalarIr>> + use<B, M, O>
+) -> impl Iterator<Item = Vec<ScalarIr>> + use<B, O>
 where
     B: TrainBackend,
-    M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<kiln_burn::Kiln>,
 {
     let (mut rehearsal, updates) = (rehearsal.fork(), updates.clone());

@@ -37,6 +37,7 @@ pub(crate) mod ranks;
 mod recorded;
 mod recording;
 mod rehearsal;
+mod shadow;
 mod shards;
 mod variants;
 mod weights;
@@ -220,7 +221,7 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     /// This rank's shares of the master, if ranks divide one; lost together with the model.
     masters: Option<Masters>,
     /// The recorded calls and plans of each signature.
-    variants: Variants<B, M, O, L>,
+    variants: Variants<B, O, L>,
     /// Whether the model was shown to the program, which may have copied it, since the last step.
     lent: AtomicBool,
     /// Which tensors of the model are in cells that clones share; none before the first call.

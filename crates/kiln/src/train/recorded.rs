@@ -248,7 +248,7 @@ where
         &mut self,
         earlier: usize,
         variant: &mut Variant<L>,
-        rehearsed: Option<Rehearsed<B, M, O>>,
+        rehearsed: Option<Rehearsed<B, O>>,
         output: &L,
         device: KilnDevice,
         scrutiny: Scrutiny,

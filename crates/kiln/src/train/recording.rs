@@ -29,7 +29,7 @@ use super::{Start, StepOutput, TrainBackend, Trained};
 pub(super) struct Refused(pub String);
 
 /// The optimizer's scalars of a recorded call as a rehearsal found them, and the rehearsal.
-pub(super) type Rehearsed<B, M, O> = (Vec<ScalarIr>, Rehearsal<B, M, O>);
+pub(super) type Rehearsed<B, O> = (Vec<ScalarIr>, Rehearsal<B, O>);
 
 /// A call to be recorded.
 pub(super) struct Recording<'a, B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F> {
@@ -88,7 +88,7 @@ pub(super) struct Recorded<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     /// This rank's shares of the master copy, if ranks divide one.
     pub masters: Option<Masters>,
     /// What the optimizer's host code does, if the call is compared with another.
-    pub rehearsed: Option<Rehearsed<B, M, O>>,
+    pub rehearsed: Option<Rehearsed<B, O>>,
 }
 
 /// Loss and gradients.
@@ -290,7 +290,7 @@ where
         gradients: &GradientsParams,
         shapes: Option<&Shapes>,
         narrow: Option<&Before<M>>,
-    ) -> Option<Rehearsed<B, M, O>> {
+    ) -> Option<Rehearsed<B, O>> {
         let parameters = trained_parameters(model, gradients);
         let stored = narrow.map(|before| &*before.model);
         let shares = match (stored, self.shards, shapes) {
@@ -317,5 +317,5 @@ struct Updated<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> 
     start: Option<Position>,
     /// The optimizer's tensors before it.
     before: Vec<Found>,
-    rehearsed: Option<Rehearsed<B, M, O>>,
+    rehearsed: Option<Rehearsed<B, O>>,
 }

@@ -3,15 +3,18 @@
 //! A replayed step needs the numbers that the optimizer's Rust code would have computed this time: learning
 //! rate, bias correction, decay. That code sees a parameter only through its shape and the optimizer's
 //! state of it. So parameters with equal operations and scalars form *classes*, and one representative of
-//! each class is enough. The representatives' optimizer runs in a rehearsal
-//! (`kiln_burn::record::rehearse`), where operations are noted and never run; its state goes from step to
-//! step with tensors that have no elements.
+//! each class is enough: of parameters of one shape, or of one rank where the optimizer's numbers are known
+//! not to depend on shapes. The representatives' optimizer runs in a rehearsal
+//! (`kiln_burn::record::rehearse`) on a stand-in for the model ([`super::shadow`]), where operations are noted
+//! and never run; its state goes from step to step with tensors that have no elements.
 //!
 //! The real optimizer is not run meanwhile: the replay keeps its tensors up to date, under their own ids,
 //! but host fields such as `time` do not change. [`Rehearsal::catch_up`] repairs that: each parameter gets
 //! its representative's state, with the parameter's own tensors put in (`kiln_burn::record::exchange`).
 
-use burn_core::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
+use std::collections::HashMap;
+
+use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn_ir::ScalarIr;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::AdaptorRecord;
@@ -20,8 +23,9 @@ use burn_tensor::{DType, Tensor};
 use kiln_burn::record::{Recorded, exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
+use super::TrainBackend;
 use super::places::{tensors_of, with_state};
-use super::{TrainBackend, Trained};
+use super::shadow::{Shadow, ShadowOptimizer, is_blind_to_shapes, without_state};
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
 pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
@@ -51,22 +55,50 @@ pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
 #[derive(Clone)]
 struct Class {
     representative: ParamId,
-    /// The operations of one update, in relative form.
-    words: Vec<u64>,
-    /// Number of those operations.
+    /// What one update is, with the rank of the parameters and the scalars at a sample rate.
+    update: (usize, Form, Vec<ScalarIr>),
+    /// Number of its operations.
     length: usize,
+}
+
+impl Class {
     /// Scalars of one update.
-    scalars: usize,
+    fn scalars(&self) -> usize {
+        self.update.2.len()
+    }
+}
+
+/// The operations of one update.
+#[derive(Clone, PartialEq, Eq)]
+enum Form {
+    /// In relative form, with their shapes.
+    Words(Vec<u64>),
+    /// Of each, how many tensors it reads, and the types and ranks of its results. So much agrees with what the
+    /// optimizer's source says.
+    Blind(Vec<(usize, Vec<(DType, usize)>)>),
+}
+
+impl Form {
+    fn of(recorded: &Recorded, blind: bool) -> Self {
+        if !blind {
+            return Self::Words(recorded.identity.words.clone());
+        }
+        let operations = recorded.operations.iter().map(|operation| {
+            let results = operation.outputs().map(|ir| (ir.dtype, ir.shape.num_dims()));
+            (operation.inputs().count(), results.collect())
+        });
+        Self::Blind(operations.collect())
+    }
 }
 
 /// A shadow of model and optimizer that takes the host's part in every step.
-pub(super) struct Rehearsal<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> {
-    /// The shadow's model. It has no elements, so it is the same after a step as before it, and each
-    /// rehearsal has it from the last one; none after one that did not end.
-    model: Option<Box<M>>,
-    optim: OptimizerAdaptor<O, M, B>,
+pub(super) struct Rehearsal<B: TrainBackend, O: SimpleOptimizer<Kiln>> {
+    /// The shadow's parameters. They have no elements, so they are the same after a step as before it, and each
+    /// rehearsal has them from the last one; none after one that did not end.
+    model: Option<Box<Shadow<B>>>,
+    optim: ShadowOptimizer<B, O>,
     /// The shadow's optimizer after the step that is under way.
-    next: Option<OptimizerAdaptor<O, M, B>>,
+    next: Option<ShadowOptimizer<B, O>>,
     classes: Vec<Class>,
     updates: Updates,
 }
@@ -93,49 +125,50 @@ impl Updates {
     }
 }
 
-impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Rehearsal<B, M, O> {
+impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
     /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained.
     /// With `widened` the optimizer updates parameters of 16 bits as `f32`. None if the optimizer reads tensors
     /// on the host, or parameters cannot be told apart by class.
-    pub(super) fn new(
+    pub(super) fn new<M: AutodiffModule<B>>(
         model: &M,
         optim: &OptimizerAdaptor<O, M, B>,
         parameters: &[ParamId],
         widened: bool,
     ) -> Option<Self> {
-        let model = hollow(model, parameters, widened)?;
+        let shadow = rehearse(|| Shadow::of(model, parameters, widened))?.0;
+        let plain: ShadowOptimizer<B, O> = without_state(optim);
+        let mut records = optim.to_record();
+        let blind = is_blind_to_shapes::<O>();
         let mut classes: Vec<Class> = Vec::new();
-        let mut members = Vec::new();
-        let mut samples: Vec<Vec<ScalarIr>> = Vec::new();
-        for &parameter in parameters {
-            let ((), recorded) = rehearse_update(
-                &mut Some((model.clone(), optim.clone())),
-                &[parameter],
-                SAMPLE_RATE,
-            )?;
-            let same = |index: &usize| {
-                classes[*index].words == recorded.identity.words && samples[*index] == recorded.scalars
-            };
-            let class = (0..classes.len()).find(same).unwrap_or(classes.len());
-            if class == classes.len() {
+        let mut class_of = HashMap::new();
+        for (parameter, rank) in shadow.parameters() {
+            let record = records.get(&parameter).cloned();
+            let own = record.into_iter().map(|record| (parameter, record)).collect();
+            let alone = Box::new(shadow.only(&[parameter]));
+            let mut trained = Some((alone, plain.clone().load_record(own)));
+            let ((), recorded) = rehearse_shadow(&mut trained, SAMPLE_RATE)?;
+            let update = (rank, Form::of(&recorded, blind), recorded.scalars);
+            let known = classes.iter().position(|class| class.update == update);
+            let class = known.unwrap_or_else(|| {
                 classes.push(Class {
                     representative: parameter,
+                    update,
                     length: recorded.operations.len(),
-                    scalars: recorded.scalars.len(),
-                    words: recorded.identity.words,
                 });
-                samples.push(recorded.scalars);
-            }
-            members.push((parameter, class));
+                classes.len() - 1
+            });
+            class_of.insert(parameter, class);
         }
+        let representatives: Vec<ParamId> = classes.iter().map(|class| class.representative).collect();
+        let member = |parameter: &ParamId| Some((*parameter, *class_of.get(parameter)?));
+        let members = parameters.iter().map(member).collect::<Option<_>>()?;
         // Only the representatives' state takes part from here on.
-        let mut records = optim.to_record();
-        records.retain(|parameter, _| classes.iter().any(|class| class.representative == *parameter));
+        records.retain(|parameter, _| representatives.contains(parameter));
         // Each step copies the map, with its empty places.
         records.shrink_to_fit();
         Some(Self {
-            model: Some(model),
-            optim: optim.clone().load_record(records),
+            model: Some(Box::new(shadow.only(&representatives))),
+            optim: plain.load_record(records),
             next: None,
             classes,
             updates: Updates {
@@ -160,9 +193,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
 
     /// As [`Rehearsal::scalars`], of one representative of each class.
     pub(super) fn representative_scalars(&mut self, lr: LearningRate) -> Option<Vec<ScalarIr>> {
-        let representatives: Vec<ParamId> = self.classes.iter().map(|class| class.representative).collect();
         let mut shadow = Some((self.model.take()?, self.optim.clone()));
-        let ((), recorded) = rehearse_update(&mut shadow, &representatives, lr)?;
+        let ((), recorded) = rehearse_shadow(&mut shadow, lr)?;
         let (model, next) = shadow?;
         self.model = Some(model);
         if self.updates.words.is_empty() {
@@ -173,7 +205,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
         }
         self.updates.words = recorded.identity.words;
         self.next = Some(next);
-        let expected: usize = self.classes.iter().map(|class| class.scalars).sum();
+        let expected: usize = self.classes.iter().map(Class::scalars).sum();
         (recorded.scalars.len() == expected).then_some(recorded.scalars)
     }
 
@@ -185,12 +217,12 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
             .iter()
             .map(|class| {
                 let start = first;
-                first += class.scalars;
+                first += class.scalars();
                 start
             })
             .collect();
         let of = |&(_, class): &(ParamId, usize)| {
-            &of_representatives[starts[class]..starts[class] + self.classes[class].scalars]
+            &of_representatives[starts[class]..starts[class] + self.classes[class].scalars()]
         };
         let parts: Vec<&[T]> = self.updates.members.iter().map(of).collect();
         parts.concat()
@@ -215,7 +247,10 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
     }
 
     /// `optim` with the host state of the shadow and its own tensors.
-    pub(super) fn catch_up(&self, optim: OptimizerAdaptor<O, M, B>) -> OptimizerAdaptor<O, M, B> {
+    pub(super) fn catch_up<M: AutodiffModule<B>>(
+        &self,
+        optim: OptimizerAdaptor<O, M, B>,
+    ) -> OptimizerAdaptor<O, M, B> {
         let theirs = self.optim.to_record();
         let mut records = optim.to_record();
         for &(parameter, class) in &self.updates.members {
@@ -232,79 +267,18 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>> Re
 /// The learning rate with which classes are formed. Any will do: it is the same for all parameters.
 const SAMPLE_RATE: LearningRate = 1e-3;
 
-/// Runs the optimizer of `shadow` on `parameters` in a rehearsal, with gradients that have no elements.
-pub(super) fn rehearse_update<B, M, O>(
-    shadow: &mut Option<Trained<B, M, O>>,
-    parameters: &[ParamId],
+/// Runs the optimizer on all parameters of a shadow in a rehearsal, with gradients that have no elements.
+pub(super) fn rehearse_shadow<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
+    shadow: &mut Option<(Box<Shadow<B>>, ShadowOptimizer<B, O>)>,
     lr: LearningRate,
-) -> Option<((), Recorded)>
-where
-    B: TrainBackend,
-    M: AutodiffModule<B>,
-    O: SimpleOptimizer<Kiln>,
-{
+) -> Option<((), Recorded)> {
     rehearse(|| {
         if let Some((model, mut optim)) = shadow.take() {
-            let gradients = empty_gradients(&*model, parameters);
+            let gradients = model.gradients();
             let model = Box::new(optim.step(lr, *model, gradients));
             *shadow = Some((model, optim));
         }
     })
-}
-
-/// A copy of `model` whose trained parameters have no elements: it must not keep those of the model alive.
-/// With `widened` they are `f32`. Other tensors are as they were: copies of a running statistic share its value.
-fn hollow<B: TrainBackend, M: AutodiffModule<B>>(
-    model: &M,
-    parameters: &[ParamId],
-    widened: bool,
-) -> Option<Box<M>> {
-    struct Mapper<'a> {
-        parameters: &'a [ParamId],
-        widened: bool,
-    }
-    impl<B: TrainBackend> ModuleMapper<B> for Mapper<'_> {
-        fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-            if !self.parameters.contains(&param.id) {
-                return param;
-            }
-            let (id, tensor, mapper) = param.consume();
-            let dtype = match tensor.dtype() {
-                DType::F16 | DType::BF16 if self.widened => DType::F32,
-                dtype => dtype,
-            };
-            let empty = Tensor::empty(tensor.shape(), (&tensor.device(), dtype));
-            Param::from_mapped_value(id, empty.set_require_grad(tensor.is_require_grad()), mapper)
-        }
-    }
-    let mut mapper = Mapper { parameters, widened };
-    Some(rehearse(|| Box::new(model.clone().map(&mut mapper)))?.0)
-}
-
-/// A gradient without elements for each of `parameters`.
-fn empty_gradients<B: TrainBackend, M: AutodiffModule<B>>(
-    model: &M,
-    parameters: &[ParamId],
-) -> GradientsParams {
-    struct Visitor<'a> {
-        parameters: &'a [ParamId],
-        gradients: GradientsParams,
-    }
-    impl<B: TrainBackend> ModuleVisitor<B> for Visitor<'_> {
-        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if self.parameters.contains(&param.id) {
-                let value = param.val();
-                let gradient = Tensor::<Kiln, D>::empty(value.shape(), (&value.device(), value.dtype()));
-                self.gradients.register(param.id, gradient);
-            }
-        }
-    }
-    let mut visitor = Visitor {
-        parameters,
-        gradients: GradientsParams::new(),
-    };
-    model.visit(&mut visitor);
-    visitor.gradients
 }
 
 /// `template` with the tensors of `own`; none if their numbers differ.

@@ -33,7 +33,8 @@ use kiln_distributed::World;
 
 use super::places::{tensors_of, with_state};
 use super::plan;
-use super::rehearsal::rehearse_update;
+use super::rehearsal::rehearse_shadow;
+use super::shadow::{Shadow, ShadowOptimizer, without_state};
 use super::weights;
 use super::{TrainBackend, TrainError};
 use crate::input::KilnTensor;
@@ -267,9 +268,13 @@ where
         ranks,
         tracked: Vec::new(),
     };
-    let (model, _) = rehearse(|| model.clone().map(&mut hollow))?;
-    let mut shadow = Some((Box::new(model), optim.clone()));
-    let mut step = || rehearse_update(&mut shadow, &hollow.tracked, 1e-3);
+    let (shadow, _) = rehearse(|| {
+        let model = model.clone().map(&mut hollow);
+        Shadow::of::<M>(&model, &hollow.tracked, false)
+    })?;
+    let optim: ShadowOptimizer<B, O> = without_state(optim).load_record(optim.to_record());
+    let mut shadow = Some((Box::new(shadow), optim));
+    let mut step = || rehearse_shadow(&mut shadow, 1e-3);
     Some(vec![step()?.1, step()?.1])
 }
 
@@ -289,11 +294,7 @@ where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln>,
 {
-    let plain = OptimizerAdaptor::from(optim.optim().clone());
-    let plain = match optim.grad_clipping() {
-        Some(clipping) => plain.with_grad_clipping(clipping.clone()),
-        None => plain,
-    };
+    let plain: OptimizerAdaptor<O, M, B> = without_state(optim);
     let updates = two_updates::<B, M, O>(model, &plain, None).unwrap_or_default();
     let operations: Vec<usize> = updates.iter().map(|update| update.operations.len()).collect();
     let mut numbers: Vec<String> = Vec::new();

@@ -45,7 +45,7 @@ pub(super) struct Variant<L> {
 }
 
 /// See the module. The variant that was called last comes first.
-pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, L> {
+pub(super) struct Variants<B: TrainBackend, O: SimpleOptimizer<Kiln>, L> {
     list: Vec<Variant<L>>,
     /// Most variants; those that were not called for longest are dropped.
     capacity: usize,
@@ -58,16 +58,15 @@ pub(super) struct Variants<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptim
     /// Whether the plans are detached from the state, until the next recorded call.
     suspended: bool,
     /// The optimizer's host code, as of the last call; none after a recorded one.
-    rehearsal: Option<Rehearsal<B, M, O>>,
+    rehearsal: Option<Rehearsal<B, O>>,
 }
 
 /// A plan, and a rehearsal of the optimizer that it is called with.
-type Replayed<'a, B, M, O, L> = (&'a Plan<L>, &'a Rehearsal<B, M, O>);
+type Replayed<'a, B, O, L> = (&'a Plan<L>, &'a Rehearsal<B, O>);
 
-impl<B, M, O, L> Variants<B, M, O, L>
+impl<B, O, L> Variants<B, O, L>
 where
     B: TrainBackend,
-    M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln>,
     L: StepInput + Clone,
 {
@@ -162,7 +161,7 @@ where
 
     /// The optimizer's scalars of the next step of variant `index`; none if its host code takes another
     /// branch than in the plan, or they cannot be told.
-    pub(super) fn scalars(
+    pub(super) fn scalars<M: AutodiffModule<B> + Clone>(
         &mut self,
         index: usize,
         lr: LearningRate,
@@ -170,7 +169,7 @@ where
     ) -> Option<Vec<ScalarIr>> {
         let _span = kiln_profile::span(Category::Host, "rehearsal");
         let updates = &self.list[index].plan.as_ref()?.updates;
-        let fits = |rehearsal: &Rehearsal<B, M, O>| updates.has_members_of(rehearsal.updates());
+        let fits = |rehearsal: &Rehearsal<B, O>| updates.has_members_of(rehearsal.updates());
         if !self.rehearsal.as_ref().is_some_and(fits) {
             let (model, optim) = trained.take()?;
             let optim = match self.rehearsal.take() {
@@ -193,11 +192,11 @@ where
 
     /// The plan that was called last, and a rehearsal of its optimizer; none if nothing is replayed. `lr` is
     /// any learning rate with which the optimizer takes the branch of the plan.
-    pub(super) fn replayed(
+    pub(super) fn replayed<M: AutodiffModule<B> + Clone>(
         &mut self,
         lr: LearningRate,
         trained: &mut Option<Trained<B, M, O>>,
-    ) -> Option<Replayed<'_, B, M, O, L>> {
+    ) -> Option<Replayed<'_, B, O, L>> {
         if self.suspended {
             return None;
         }
@@ -207,7 +206,7 @@ where
     }
 
     /// Continues with the rehearsal of a call that was recorded.
-    pub(super) fn rehearsed(&mut self, rehearsal: Rehearsal<B, M, O>) {
+    pub(super) fn rehearsed(&mut self, rehearsal: Rehearsal<B, O>) {
         self.rehearsal = Some(rehearsal);
     }
 
@@ -243,7 +242,10 @@ where
     }
 
     /// Before a recorded call: state goes to the table, and the host state of `optim` is brought up to date.
-    pub(super) fn suspend(&mut self, optim: OptimizerAdaptor<O, M, B>) -> OptimizerAdaptor<O, M, B> {
+    pub(super) fn suspend<M: AutodiffModule<B>>(
+        &mut self,
+        optim: OptimizerAdaptor<O, M, B>,
+    ) -> OptimizerAdaptor<O, M, B> {
         if !std::mem::replace(&mut self.suspended, true) {
             self.plans().for_each(|plan| plan.replay.suspend());
             self.watch = Arc::default();

@@ -4,14 +4,19 @@
 
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
+use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
+use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::decay::WeightDecayConfig;
 use burn_optim::grad_clipping::GradientClippingConfig;
 use burn_optim::lr_scheduler::LrScheduler;
 use burn_optim::lr_scheduler::cosine::CosineAnnealingLrSchedulerConfig;
 use burn_optim::lr_scheduler::noam::NoamLrSchedulerConfig;
 use burn_optim::momentum::MomentumConfig;
-use burn_optim::{AdaGradConfig, AdamConfig, AdamWConfig, AdanConfig, MuonConfig, RmsPropConfig, SgdConfig};
+use burn_optim::{
+    AdaGradConfig, AdamConfig, AdamWConfig, AdanConfig, LearningRate, MuonConfig, RmsPropConfig, SgdConfig,
+    SimpleOptimizer,
+};
 
 use crate::models::*;
 use crate::program::{B, CALLS, Program};
@@ -37,6 +42,8 @@ programs! {
     cosine_annealing => Replayed,
     noam => Replayed,
     two_rates_that_alternate => Replayed,
+    numbers_that_follow_from_shapes => Replayed,
+    numbers_that_follow_from_shapes_later => Replayed,
 }
 
 /// Trains with an optimizer at a rate that changes with the call.
@@ -208,5 +215,48 @@ fn two_rates_that_alternate(p: &Program) {
         LR
     } else {
         2.0 * LR
+    });
+}
+
+/// Steps that are smaller for larger parameters, from a call on, and smaller at each call.
+#[derive(Clone)]
+struct ByShape {
+    from: usize,
+}
+
+impl<K: Backend> SimpleOptimizer<K> for ByShape {
+    type State<const D: usize> = usize;
+
+    fn step<const D: usize>(
+        &self,
+        lr: LearningRate,
+        tensor: Tensor<K, D>,
+        grad: Tensor<K, D>,
+        state: Option<usize>,
+    ) -> (Tensor<K, D>, Option<usize>) {
+        let call = state.unwrap_or(0);
+        let size = match call >= self.from {
+            true => tensor.shape().num_elements(),
+            false => 1,
+        };
+        let rate = lr / (size as f64).sqrt() / (1.0 + call as f64);
+        (tensor - grad.mul_scalar(rate), Some(call + 1))
+    }
+
+    fn to_device<const D: usize>(state: usize, _: &K::Device) -> usize {
+        state
+    }
+}
+
+fn numbers_that_follow_from_shapes(p: &Program) {
+    trains!(p, p.mlp(), OptimizerAdaptor::from(ByShape { from: 0 }), |_call| {
+        LR
+    });
+}
+
+/// The first calls do not tell that they will.
+fn numbers_that_follow_from_shapes_later(p: &Program) {
+    trains!(p, p.mlp(), OptimizerAdaptor::from(ByShape { from: 6 }), |_call| {
+        LR
     });
 }
