@@ -184,21 +184,20 @@ impl Program {
     }
 
     /// A training step: a plain Burn loop's body, or a `TrainStep`.
-    pub fn train<M, O, F, I, L>(
+    pub fn train<'a, M, O, I, L>(
         &self,
         model: M,
         optim: OptimizerAdaptor<O, M, B>,
-        loss: F,
-    ) -> Trainer<M, O, F, I, L>
+        loss: impl Fn(&M, I) -> L + 'a,
+    ) -> Trainer<'a, M, O, I, L>
     where
         M: AutodiffModule<B> + Clone,
         O: SimpleOptimizer<Kiln> + 'static,
-        F: Fn(&M, I) -> L,
         I: StepInput,
         L: StepOutput<B> + Look,
     {
         let index = self.0.steps.replace(self.0.steps.get() + 1);
-        Trainer::new(self.clone(), index, model, optim, loss)
+        Trainer::new(self.clone(), index, model, optim, Box::new(loss))
     }
 
     /// Looks at a value: compared with what the plain run saw. Read at once or after the last call, as the

@@ -160,13 +160,12 @@ fn program(spec: &Spec, p: &Program) {
 }
 
 /// The step of a specification.
-type Step<O, F> = crate::trainer::Trainer<Normed<B>, O, F, (T2, T2), (T1, Vec<T2>)>;
+type Step<'a, O> = crate::trainer::Trainer<'a, Normed<B>, O, (T2, T2), (T1, Vec<T2>)>;
 
 /// Makes the calls of a specification.
-fn calls<O, F>(spec: &Spec, p: &Program, mut step: Step<O, F>, fails: &Cell<bool>, captured: &T2)
+fn calls<O>(spec: &Spec, p: &Program, mut step: Step<'_, O>, fails: &Cell<bool>, captured: &T2)
 where
     O: burn_optim::SimpleOptimizer<kiln::Kiln> + 'static,
-    F: Fn(&Normed<B>, (T2, T2)) -> (T1, Vec<T2>),
 {
     let kept = p.x(600);
     let copies = RefCell::new(Vec::new());

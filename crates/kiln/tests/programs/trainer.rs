@@ -16,42 +16,50 @@ use crate::program::{B, Program};
 /// Causes of the calls that every step records first: they explain no other call.
 const BEGINNING: [&str; 2] = ["the first call", "a second call"];
 
+/// The closure of a step. Programs with models, optimizers, inputs and outputs of one type share the code of one
+/// step, which is large.
+pub type Loss<'a, M, I, L> = Box<dyn Fn(&M, I) -> L + 'a>;
+
 /// What trains a model. Every call's output is looked at, and the parameters after each call or at the end.
-pub struct Trainer<M, O, F, I, L>
+pub struct Trainer<'a, M, O, I, L>
 where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln> + 'static,
-    F: Fn(&M, I) -> L,
     I: StepInput,
     L: StepOutput<B> + Look,
 {
     program: Program,
     index: usize,
     /// None after its parts were taken.
-    kind: Option<Kind<M, O, F, I, L>>,
+    kind: Option<Kind<'a, M, O, I, L>>,
 }
 
 #[allow(clippy::large_enum_variant)] // A handful of each in a test.
-enum Kind<M, O: SimpleOptimizer<Kiln>, F, I, L>
+enum Kind<'a, M, O: SimpleOptimizer<Kiln>, I, L>
 where
     M: AutodiffModule<B>,
 {
     Plain {
         trained: Option<(M, OptimizerAdaptor<O, M, B>)>,
-        loss: F,
+        loss: Loss<'a, M, I, L>,
     },
-    Compiled(TrainStep<B, M, O, F, I, L>),
+    Compiled(TrainStep<B, M, O, Loss<'a, M, I, L>, I, L>),
 }
 
-impl<M, O, F, I, L> Trainer<M, O, F, I, L>
+impl<'a, M, O, I, L> Trainer<'a, M, O, I, L>
 where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln> + 'static,
-    F: Fn(&M, I) -> L,
     I: StepInput,
     L: StepOutput<B> + Look,
 {
-    pub fn new(program: Program, index: usize, model: M, optim: OptimizerAdaptor<O, M, B>, loss: F) -> Self {
+    pub fn new(
+        program: Program,
+        index: usize,
+        model: M,
+        optim: OptimizerAdaptor<O, M, B>,
+        loss: Loss<'a, M, I, L>,
+    ) -> Self {
         let kind = match program.options() {
             None => Kind::Plain {
                 trained: Some((model, optim)),
@@ -69,7 +77,7 @@ where
         }
     }
 
-    fn kind(&mut self) -> &mut Kind<M, O, F, I, L> {
+    fn kind(&mut self) -> &mut Kind<'a, M, O, I, L> {
         self.kind.as_mut().expect("its parts were not taken")
     }
 
@@ -166,11 +174,10 @@ where
 }
 
 /// The parameters are looked at once more when the program has done with the step.
-impl<M, O, F, I, L> Drop for Trainer<M, O, F, I, L>
+impl<M, O, I, L> Drop for Trainer<'_, M, O, I, L>
 where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln> + 'static,
-    F: Fn(&M, I) -> L,
     I: StepInput,
     L: StepOutput<B> + Look,
 {
@@ -182,16 +189,15 @@ where
 }
 
 /// The body of a loop as a Burn user writes it.
-fn plain_step<M, O, F, I, L>(
+fn plain_step<M, O, I, L>(
     trained: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
-    loss: &F,
+    loss: &Loss<'_, M, I, L>,
     lr: f64,
     input: I,
 ) -> L
 where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln>,
-    F: Fn(&M, I) -> L,
     L: StepOutput<B>,
 {
     let (model, mut optim) = trained.take().expect("no failure half way");
@@ -203,16 +209,15 @@ where
 }
 
 /// [`plain_step`], and model and optimizer as before where the closure panics.
-fn plain_try_step<M, O, F, I, L>(
+fn plain_try_step<M, O, I, L>(
     trained: &mut Option<(M, OptimizerAdaptor<O, M, B>)>,
-    loss: &F,
+    loss: &Loss<'_, M, I, L>,
     lr: f64,
     input: I,
 ) -> Result<L, String>
 where
     M: AutodiffModule<B> + Clone,
     O: SimpleOptimizer<Kiln>,
-    F: Fn(&M, I) -> L,
     L: StepOutput<B>,
 {
     let (model, optim) = trained.clone().expect("no failure half way");
