@@ -170,10 +170,11 @@ pub struct TrainArguments {
     /// f16+master
     #[arg(long, value_name = "TYPE")]
     pub weights: Option<String>,
-    /// Folder of the run; by default runs/NAME
+    /// Folder of a new run; by default runs/NAME. A resumed run stays in its own
     #[arg(long)]
     pub out: Option<PathBuf>,
-    /// Go on with the run in this folder, or from one of its checkpoints; later ones are set aside
+    /// Go on with the run in this folder, or from one of its checkpoints; later ones are set aside, with the
+    /// log of their steps
     #[arg(long, value_name = "DIR")]
     pub resume: Option<PathBuf>,
     /// Change a key of the config, as in train.batch_size=16; may be repeated

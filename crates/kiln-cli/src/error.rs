@@ -50,6 +50,39 @@ pub enum CliError {
         /// The folder.
         path: PathBuf,
     },
+    /// A checkpoint lies alone.
+    #[error(
+        "{} is a checkpoint without its run: no config.toml is in the folder around the one that it lies in. Put it \
+         beside the other checkpoints of its run, as RUN/checkpoints/STEP with RUN/config.toml (a copy of the config \
+         that the run was started with, if the run is gone), and name it there",
+        checkpoint.display()
+    )]
+    NoRun {
+        /// The checkpoint.
+        checkpoint: PathBuf,
+    },
+    /// A run has checkpoints and no config.
+    #[error(
+        "{} has checkpoints, but no config.toml: to go on with them, copy the config that the run was started with to \
+         {} and give --resume {}; another run needs another folder",
+        run.display(), run.join("config.toml").display(), run.display()
+    )]
+    NoConfig {
+        /// The run's folder.
+        run: PathBuf,
+    },
+    /// A run is to go on in another folder.
+    #[error(
+        "--out names the folder of a new run, and a resumed run goes on in its own, that of --resume {}: leave --out \
+         away. To go on in {} and keep the run as it is, copy the run's folder to it, and resume the copy",
+        resume.display(), out.display()
+    )]
+    Branch {
+        /// What it goes on with.
+        resume: PathBuf,
+        /// The other folder.
+        out: PathBuf,
+    },
     /// A run has no checkpoint, but had some: it would begin anew, and lose its log, unasked.
     #[error(
         "{} has no checkpoint, but {reason}: {remedy}, or start another run with `kiln train --config {}` and --out",
@@ -116,8 +149,9 @@ pub enum CliError {
     },
     /// What a run has prepared is made with another tokenizer than its checkpoint.
     #[error(
-        "{} is another tokenizer than that of the checkpoint {}, to which its tokens mean something else: remove {}, and \
-         the data is prepared again with the checkpoint's tokenizer",
+        "{} is another tokenizer than that of the checkpoint {}, to which its tokens mean something else: remove \
+         tokenizer.json, tokens.bin and evaluation-tokens.bin from {}, as far as they are there, and the data is \
+         prepared again with the checkpoint's tokenizer",
         prepared.join("tokenizer.json").display(), checkpoint.display(), prepared.display()
     )]
     Tokenizer {
@@ -182,6 +216,11 @@ pub enum CliError {
     /// The ranks of a run are not connected, or not any more.
     #[error(transparent)]
     Ranks(#[from] kiln::distributed::Error),
+    /// Another rank could not evaluate.
+    #[error(
+        "the evaluation of another rank failed, and this one ends with it: what that rank says is the reason"
+    )]
+    OtherRank,
     /// The ranks of a run would go on from different checkpoints.
     #[error(
         "{0}; give all ranks the same checkpoint by name, as in --resume runs/NAME/checkpoints/step-00000100, in a \

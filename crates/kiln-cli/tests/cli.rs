@@ -169,12 +169,92 @@ fn a_run_killed_before_its_first_checkpoint_starts_again() {
     ];
     place.ok(&[&arguments[..], &["whole"]].concat());
     std::fs::create_dir_all(place.path("early")).unwrap();
-    for file in ["config.toml", "log.jsonl"] {
-        std::fs::copy(place.path("whole").join(file), place.path("early").join(file)).unwrap();
-    }
-    let [_, said] = place.both(&["train", "--resume", "early"]);
-    assert!(said.contains("the run begins again"), "{said}");
+    let read = |file: &str| std::fs::read_to_string(place.path(file)).unwrap();
+    place.write("early/config.toml", &read("whole/config.toml"));
+    let lines = read("whole/log.jsonl");
+    let (before, _) = lines.split_once("{\"kind\":\"checkpoint\"").unwrap();
+    place.write("early/log.jsonl", before);
+    // Settings that would have made checkpoints in the steps before are no reason to miss any.
+    let lowered = ["--set", "train.checkpoint_every=2"];
+    let error = place.fails(
+        &[
+            &["train", "--resume", "early"][..],
+            &lowered,
+            &["--set", "sample.prompt="],
+        ]
+        .concat(),
+    );
+    assert!(error.contains("sample.prompt"), "{error}");
+    let [_, said] = place.both(
+        &[
+            &["train", "--resume", "early"][..],
+            &lowered,
+            &["--set", "sample.prompt=x"],
+        ]
+        .concat(),
+    );
+    assert!(
+        said.contains("the run begins again") && said.contains("early/abandoned/log.jsonl"),
+        "{said}"
+    );
+    assert_eq!(read("early/abandoned/log.jsonl"), before);
     assert_eq!(place.losses("whole"), place.losses("early"));
+    // A run that had a checkpoint does not begin again.
+    std::fs::rename(place.path("early/checkpoints"), place.path("moved")).unwrap();
+    let before = read("early/log.jsonl");
+    let error = place.fails(&["train", "--resume", "early"]);
+    assert!(
+        error.contains("after step 6") && error.contains("back into early/checkpoints"),
+        "{error}"
+    );
+    assert_eq!(read("early/log.jsonl"), before);
+}
+
+#[test]
+fn a_resumed_run_stays_in_its_folder() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--steps", "4", "--out", "run"]);
+    let error = place.fails(&["train", "--resume", "run", "--out", "other", "--steps", "6"]);
+    assert!(
+        error.contains("leave --out away") && error.contains("copy the run's folder"),
+        "{error}"
+    );
+    assert_eq!(place.checkpoints("run"), ["step-00000004"]);
+    // The remedy.
+    let copied = Command::new("cp")
+        .args(["-r", "run", "other"])
+        .current_dir(place.path(""))
+        .status();
+    assert!(copied.unwrap().success());
+    place.ok(&["train", "--resume", "other", "--steps", "6"]);
+    assert_eq!((place.losses("run").len(), place.losses("other").len()), (4, 6));
+
+    // What is asked for is a checkpoint, but of no run.
+    std::fs::create_dir(place.path("backup")).unwrap();
+    std::fs::rename(
+        place.path("other/checkpoints/step-00000006"),
+        place.path("backup/best"),
+    )
+    .unwrap();
+    let error = place.fails(&["eval", "--run", "backup/best"]);
+    assert!(
+        error.contains("backup/best is a checkpoint without its run"),
+        "{error}"
+    );
+    // Nor does a new run begin over the checkpoints of another one.
+    std::fs::rename(place.path("run/config.toml"), place.path("run/config.bak")).unwrap();
+    for arguments in [
+        &["train", "--config", "small.toml", "--out", "run"][..],
+        &["train", "--resume", "run"],
+        &["eval", "--run", "run"],
+    ] {
+        let error = place.fails(arguments);
+        assert!(
+            error.contains("run has checkpoints, but no config.toml"),
+            "{error}"
+        );
+    }
+    assert_eq!(place.checkpoints("run"), ["step-00000004"]);
 }
 
 /// Evaluation reads the running statistics of batch norm and a checkpoint takes everything: neither may
@@ -586,6 +666,41 @@ fn checkpoints_of_an_abandoned_line_are_set_aside() {
 }
 
 #[test]
+fn a_line_that_was_left_comes_back_with_its_log_and_its_checkpoints() {
+    let place = new_place();
+    let set = ["--set", "sample.tokens=0", "--set", "train.keep=9"];
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "12"];
+    place.ok(&[&train[..], &set].concat());
+    let first = place.losses("run");
+    let resume = |from: &str, steps: &str, rate: &str| {
+        let rate = format!("schedule.rate={rate}");
+        place.ok(&["train", "--resume", from, "--steps", steps, "--set", &rate])
+    };
+    resume("run/checkpoints/step-00000004", "8", "1e-2");
+    let second = place.losses("run");
+    assert_eq!(
+        second[..5],
+        first[..5],
+        "the fifth loss is that before the update"
+    );
+    assert!(second.len() == 8 && second[5..] != first[5..8], "{second:?}");
+    assert_eq!(place.checkpoints("run"), ["step-00000004", "step-00000008"]);
+
+    resume("run/abandoned/step-00000012", "16", "3e-3");
+    let losses = place.losses("run");
+    assert_eq!(losses[..12], first);
+    assert_eq!(losses.last().unwrap().0, 16);
+    assert_eq!(
+        place.checkpoints("run"),
+        ["step-00000004", "step-00000012", "step-00000016"],
+        "the eighth was of the other line"
+    );
+    resume("run/abandoned/step-00000008-2", "8", "1e-2");
+    assert_eq!(place.losses("run"), second);
+    assert_eq!(place.checkpoints("run"), ["step-00000004", "step-00000008"]);
+}
+
+#[test]
 fn a_run_belongs_to_one_process() {
     let place = new_place();
     let train = ["train", "--config", "small.toml", "--steps", "100000"];
@@ -807,6 +922,57 @@ fn an_evaluation_sees_every_example_once_whatever_the_batches() {
 }
 
 #[test]
+fn an_evaluation_is_of_the_data_that_the_config_names() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "4"]);
+    place.write("a.txt", &"line of clay\n".repeat(90));
+    place.write("b.txt", &"0123456789\n".repeat(90));
+    let path = place.path("run/config.toml");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let files = names(&place, "run/data");
+    let own = evaluated(&place, "run");
+    let of = |file: &str| {
+        let other = config.replace(
+            "evaluation_paths = []",
+            &format!("evaluation_paths = [\"{file}\"]"),
+        );
+        assert_ne!(other, config);
+        std::fs::write(&path, other).unwrap();
+        evaluated(&place, "run")
+    };
+    let [a, b] = ["a.txt", "b.txt"].map(of);
+    assert!(a != own && a != b, "{own} {a} {b}");
+    assert_eq!(of("a.txt"), a);
+    assert_eq!(
+        names(&place, "run/data"),
+        files,
+        "the run's folder stays as it is"
+    );
+    std::fs::write(&path, &config).unwrap();
+    assert_eq!(evaluated(&place, "run"), own);
+}
+
+#[test]
+fn a_corpus_that_has_changed_is_noticed_when_it_is_prepared_again() {
+    let place = new_place();
+    place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "4"]);
+    let corpus = std::fs::read_to_string(place.path("corpus.txt")).unwrap();
+    // As many windows.
+    place.write("corpus.txt", &format!("x{corpus}"));
+    std::fs::remove_dir_all(place.path("run/data")).unwrap();
+    let resume = ["train", "--resume", "run", "--steps", "6"];
+    for arguments in [&resume[..], &["eval", "--run", "run"], &resume] {
+        let error = place.fails(arguments);
+        assert!(
+            error.contains("data.paths has ") && error.contains("restore the data"),
+            "{error}"
+        );
+    }
+    place.write("corpus.txt", &corpus);
+    place.ok(&resume);
+}
+
+#[test]
 fn a_resumed_run_does_not_pretend_to_read_other_data() {
     let place = new_place();
     place.write("other.txt", &"another corpus\n".repeat(400));
@@ -899,6 +1065,20 @@ fn a_resumed_run_that_is_another_one_keeps_its_config() {
         );
         assert_eq!(config(), before, "{set}");
     }
+    // Nor if the run's own config was edited.
+    std::fs::write(
+        place.path("run/config.toml"),
+        before.replace("layers = 1", "layers = 2"),
+    )
+    .unwrap();
+    for arguments in [&["train", "--resume", "run"][..], &["eval", "--run", "run"]] {
+        let error = place.fails(arguments);
+        assert!(
+            error.contains("model.layers is 1 in the checkpoint") && error.contains("and 2 in this run"),
+            "{error}"
+        );
+    }
+    std::fs::write(place.path("run/config.toml"), &before).unwrap();
     // A checkpoint of an earlier version does not say whose state it has.
     let state = place.path("run/checkpoints/step-00000004/state.json");
     let text = std::fs::read_to_string(&state).unwrap();
@@ -977,14 +1157,30 @@ fn classifiers_train_and_are_evaluated() {
         &rows.replace("fire", "embers").replace("wind", "gale"),
     );
     place.ok(&["eval", "--run", "bert"]);
+    assert!(!place.path("bert/data").exists(), "an evaluation writes nothing");
+    place.ok(&["train", "--resume", "bert", "--steps", "31"]);
     assert_eq!(tokenizer("bert/data"), own);
+    // So are its classes: another name would shift the labels.
+    let rows = std::fs::read_to_string(place.path("table.jsonl")).unwrap();
+    place.write("table.jsonl", &rows.replace("\"clay\"", "\"zinc\""));
+    for file in ["classes.json", "tokenizer.json"] {
+        std::fs::remove_file(place.path("bert/data").join(file)).unwrap();
+    }
+    for command in [&["eval", "--run"][..], &["train", "--resume"]] {
+        let error = place.fails(&[command, &["bert"]].concat());
+        assert!(
+            error.contains("classes water, zinc") && error.contains("began with clay, water"),
+            "{error}"
+        );
+    }
+    place.write("table.jsonl", &rows);
     let mut other: Value = serde_json::from_str(&own).unwrap();
     other["model"]["merges"].as_array_mut().unwrap().pop().unwrap();
     place.write("bert/data/tokenizer.json", &other.to_string());
     for command in [&["eval", "--run"][..], &["train", "--resume"]] {
         let error = place.fails(&[command, &["bert"]].concat());
         assert!(
-            error.contains("another tokenizer") && error.contains("remove bert/data,"),
+            error.contains("another tokenizer") && error.contains("remove tokenizer.json, "),
             "{error}"
         );
     }
@@ -995,6 +1191,11 @@ fn classifiers_train_and_are_evaluated() {
     );
     place.ok(&["train", "--config", "shapes.toml", "--out", "shapes"]);
     assert!(place.ok(&["eval", "--run", "shapes"]).contains("accuracy"));
+    let error = place.fails(&["train", "--resume", "shapes", "--set", "data.examples=64"]);
+    assert!(
+        error.contains("data.examples is 32") && error.contains("leave it at 32"),
+        "{error}"
+    );
     assert!(
         place
             .fails(&["generate", "--model", "shapes", "--prompt", "x"])
@@ -1185,8 +1386,10 @@ fn a_profiled_run_leaves_a_trace() {
 #[test]
 fn a_trace_that_cannot_be_written_costs_no_step() {
     let place = new_place();
-    // A folder stands where the trace belongs.
-    std::fs::create_dir_all(place.path("untraced/trace.json/kept")).unwrap();
+    // A folder stands where the trace belongs, and another one where the curves do.
+    for name in ["trace.json", "curves.svg"] {
+        std::fs::create_dir_all(place.path("untraced").join(name).join("kept")).unwrap();
+    }
     let arguments = [
         "train",
         "--config",
@@ -1203,7 +1406,12 @@ fn a_trace_that_cannot_be_written_costs_no_step() {
         .unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert!(!output.status.success(), "{said}");
-    assert!(said.contains("training goes on without its trace"), "{said}");
+    for what in ["its trace", "its curves"] {
+        assert!(
+            said.contains(&format!("training goes on without {what}")),
+            "{said}"
+        );
+    }
     let error = said.lines().last().unwrap();
     assert!(error.contains("trace.json"), "{said}");
     assert_eq!(place.checkpoints("untraced"), ["step-00000004"]);
@@ -1230,10 +1438,12 @@ fn a_run_is_exported() {
     place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
     let log = std::fs::read(place.path("run/log.jsonl")).unwrap();
     // What the run has prepared is all that a resumption needs.
+    let files = names(&place, "run");
     std::fs::remove_file(place.path("corpus.txt")).unwrap();
     let text = place.ok(&["export", "--run", "run", "--out", "exported"]);
     assert!(text.contains("after step 10"), "{text}");
     assert_eq!(std::fs::read(place.path("run/log.jsonl")).unwrap(), log);
+    assert_eq!(names(&place, "run"), files);
     for name in ["step.so", "step.h", "state.safetensors", "README.md"] {
         assert!(place.path("exported").join(name).exists(), "{name}");
     }

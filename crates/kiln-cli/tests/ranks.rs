@@ -142,6 +142,47 @@ fn any_number_of_ranks_sees_the_same_data_and_goes_on_with_any_other() {
     );
 }
 
+/// Each rank reads its share alone: a picture that is damaged is an error of one rank, and the run ends.
+#[test]
+fn a_damaged_picture_ends_the_rank_that_has_it_and_the_run() {
+    let place = Shared::new();
+    let fixtures = concat!(env!("CARGO_MANIFEST_DIR"), "/../kiln-hub/tests/fixtures/jpegs");
+    let files = std::fs::read_dir(fixtures)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    let mut files: Vec<_> = files.collect();
+    files.sort();
+    for (number, file) in files.iter().take(8).enumerate() {
+        let class = place.path("pictures").join(["cup", "pot"][number % 2]);
+        std::fs::create_dir_all(&class).unwrap();
+        std::fs::copy(file, class.join(format!("{number}.jpeg"))).unwrap();
+    }
+    std::fs::write(place.path("pictures/pot/5.jpeg"), "no picture").unwrap();
+    place.write(
+        "pictures.toml",
+        "[model]\nname = \"squeezenet1_1\"\n[data]\nsource = \"images\"\npaths = [\"pictures\"]\n\
+         image_size = 32\nevaluation_fraction = 0.0\n[train]\nsteps = 2\nbatch_size = 8\n\
+         [distributed]\ntimeout_seconds = 30\n",
+    );
+    // All pictures are one batch, whatever their order.
+    let train = ["train", "--config", "pictures.toml", "--out", "run"];
+    let Some(mut command) = place.command(2, &train) else {
+        return;
+    };
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{text}");
+    assert_eq!(
+        text.matches("5.jpeg").count(),
+        1,
+        "one of two ranks reads it: {text}"
+    );
+    assert!(
+        !text.contains("waited 30 s"),
+        "the other one knows at once: {text}"
+    );
+}
+
 const SHARDED: [&str; 2] = ["--set", "distributed.sharded_state=true"];
 
 #[test]
@@ -184,6 +225,37 @@ fn ranks_save_what_they_have_when_an_evaluation_fails() {
         "{text}"
     );
     assert_eq!(place.checkpoints("run"), ["step-00000001"], "{text}");
+}
+
+/// A rank that can evaluate does not finish the run when another one cannot.
+#[test]
+fn ranks_end_when_the_evaluation_of_another_one_fails() {
+    let place = Shared::new();
+    // The other rank is started in a folder of its own, in which it finds other files.
+    place.break_evaluation("other/run");
+    for file in ["corpus.txt", "small.toml"] {
+        std::fs::copy(place.path(file), place.path("other").join(file)).unwrap();
+    }
+    let train = ["train", "--config", "small.toml", "--out", "run", "--steps", "2"];
+    let arguments = [
+        &train[..],
+        &FAILING_EVALUATION,
+        &["--set", "train.evaluate_every=0"],
+    ]
+    .concat();
+    let Some(mut command) = place.command(1, &arguments) else {
+        return;
+    };
+    command.args([":", "-n", "1", "-wdir"]).arg(place.path("other"));
+    command.arg(env!("CARGO_BIN_EXE_kiln")).args(&arguments);
+    let output = command.output().unwrap();
+    let [said, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    assert!(
+        !output.status.success() && errors.contains("out of range"),
+        "{said}{errors}"
+    );
+    assert!(!said.contains("curves are in"), "{said}{errors}");
+    assert_eq!(place.checkpoints("run"), ["step-00000002"], "{errors}");
 }
 
 #[test]

@@ -10,6 +10,9 @@ use std::path::Path;
 
 use crate::error::HubError;
 
+/// What the names of files begin with that are being written. A killed program leaves them behind.
+pub const TEMPORARY: &str = ".tmp-";
+
 /// Writes a file atomically; `write` receives the temporary path and fills it.
 ///
 /// # Errors
@@ -21,7 +24,7 @@ pub fn write_atomic(path: &Path, write: impl FnOnce(&Path) -> Result<(), HubErro
     };
     let io = |action| move |source| HubError::io(action, path, source);
     let temporary = tempfile::Builder::new()
-        .prefix(".tmp-")
+        .prefix(TEMPORARY)
         .tempfile_in(folder)
         .map_err(io("create a temporary file for"))?
         .into_temp_path();

@@ -45,7 +45,7 @@ mod walk;
 
 pub mod data;
 
-pub use atomic::{write_atomic, write_bytes_atomic};
+pub use atomic::{TEMPORARY, write_atomic, write_bytes_atomic};
 pub use checkpoint::{Checkpoint, StoredTensor, load};
 pub use config::Config;
 pub use error::{AmbiguousKeys, HubError, KeyReport, MisshapenKey, MissingKey, MistypedKey};

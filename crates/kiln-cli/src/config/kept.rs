@@ -10,7 +10,7 @@ use kiln_hub::write_bytes_atomic;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{Config, DataSource};
+use super::{Config, DataSource, UNSET};
 use crate::error::CliError;
 
 /// The file with the settings.
@@ -107,26 +107,49 @@ impl Kept {
     /// The first setting that is another one `now`, among those of files that `is_kept` knows.
     pub fn difference(&self, now: &Self, is_kept: impl Fn(&str) -> bool) -> Option<Difference> {
         let text = |value: &Value| match value {
-            Value::Null => "unset".to_owned(),
+            Value::Null => UNSET.to_owned(),
             value => value.to_string(),
         };
-        now.0.iter().find_map(|(key, now)| {
-            let before = self.0.get(key)?;
-            (before != now && is_kept(file_of(key))).then(|| Difference {
-                key: key.clone(),
-                before: text(before),
-                now: text(now),
-            })
+        let found = self.differences(now).find(|&(key, ..)| {
+            let is_trained = key == "data.paths" && self.trains_tokenizer();
+            is_kept(file_of(key)) || (is_trained && is_kept(TOKENIZER))
+        });
+        found.map(|(key, before, now)| Difference {
+            key: key.to_owned(),
+            before: text(before),
+            now: text(now),
         })
     }
+
+    /// The encoded files of these settings that are of other texts than those of `now`.
+    pub fn stale(&self, now: &Self) -> Vec<&'static str> {
+        let files = self.differences(now).map(|(key, ..)| file_of(key));
+        files.filter(|&file| file != TOKENIZER).collect()
+    }
+
+    /// The settings that are others `now`, with both values.
+    fn differences<'a>(&'a self, now: &'a Self) -> impl Iterator<Item = (&'a str, &'a Value, &'a Value)> {
+        now.0.iter().filter_map(|(key, now)| {
+            let before = self.0.get(key)?;
+            (before != now).then_some((key.as_str(), before, now))
+        })
+    }
+
+    /// Whether the tokenizer is made of the texts of `data.paths`.
+    fn trains_tokenizer(&self) -> bool {
+        self.0.get("data.tokenizer").is_some_and(|made| made == "bpe")
+    }
 }
+
+/// The file of a tokenizer.
+const TOKENIZER: &str = "tokenizer.json";
 
 /// The file that a setting decides about.
 fn file_of(key: &str) -> &'static str {
     match key {
         "data.paths" => "tokens.bin",
         "data.evaluation_paths" => "evaluation-tokens.bin",
-        _ => "tokenizer.json",
+        _ => TOKENIZER,
     }
 }
 
@@ -171,11 +194,27 @@ mod tests {
         let now = kept(&["data.paths=[\"b\"]", "data.tokenizer=bytes"]);
         let first = |there: &'static [&'static str]| saved.difference(&now, |file| there.contains(&file));
         assert_eq!(first(&["evaluation-tokens.bin"]), None);
-        assert_eq!(first(&["tokenizer.json"]).unwrap().key, "data.tokenizer");
+        let bytes = kept(&["data.tokenizer=bytes"]);
+        let found = saved.difference(&bytes, |file| file == TOKENIZER).unwrap();
+        assert_eq!(found.key, "data.tokenizer");
         let paths = first(&["tokens.bin"]).unwrap();
+        assert_eq!(saved.stale(&now), ["tokens.bin"]);
         assert_eq!((&*paths.before, &*paths.now), ("[\"a\"]", "[\"b\"]"));
         std::fs::write(folder.path().join(PREPARED), "{").unwrap();
         let error = Kept::read(folder.path()).unwrap_err().to_string();
         assert!(error.contains(PREPARED) && error.contains("remove"), "{error}");
+    }
+
+    /// As where a run was killed while it encoded what it had trained a tokenizer on.
+    #[test]
+    fn a_trained_tokenizer_is_of_its_texts() {
+        let differ = |set: &str| {
+            let other = kept(&[set, "data.paths=[\"b\"]"]);
+            kept(&[set]).difference(&other, |file| file == TOKENIZER)
+        };
+        assert_eq!(differ("data.tokenizer=bpe").unwrap().key, "data.paths");
+        for set in ["data.tokenizer=bytes", "data.tokenizer=tokenizer.json"] {
+            assert_eq!(differ(set), None, "{set}");
+        }
     }
 }

@@ -10,6 +10,7 @@ mod kept;
 mod optimizer;
 mod schedule;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kiln::Buckets;
@@ -78,6 +79,9 @@ pub struct ModelConfig {
     /// Dropout of the hidden layers and attention weights (BERT), of the attention weights (Llama).
     pub dropout: Option<f64>,
 }
+
+/// The text of a setting without a value.
+const UNSET: &str = "unset";
 
 /// Where examples come from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -158,13 +162,14 @@ pub struct DataConfig {
 }
 
 impl ModelConfig {
-    /// The settings that a checkpoint fixes, as texts by their key.
-    pub fn fixed(&self) -> [(&'static str, String); 7] {
+    /// The settings that a checkpoint fixes, as texts.
+    fn settings(&self) -> [(&'static str, String); 8] {
         fn text<T: ToString>(value: Option<&T>) -> String {
-            value.map_or_else(|| "unset".to_owned(), T::to_string)
+            value.map_or_else(|| UNSET.to_owned(), T::to_string)
         }
         [
             ("model.name", self.name.clone()),
+            ("model.weights", text(self.weights.as_ref())),
             ("model.hidden_size", text(self.hidden_size.as_ref())),
             ("model.layers", text(self.layers.as_ref())),
             ("model.heads", text(self.heads.as_ref())),
@@ -172,6 +177,29 @@ impl ModelConfig {
             ("model.tie_embeddings", text(self.tie_embeddings.as_ref())),
             ("model.dropout", text(self.dropout.as_ref())),
         ]
+    }
+
+    /// The settings that a checkpoint fixes, as texts by their key.
+    pub fn fixed(&self) -> BTreeMap<String, String> {
+        let settings = self.settings().into_iter();
+        settings.map(|(key, value)| (key.to_owned(), value)).collect()
+    }
+
+    /// The first of these settings that is another one than `before`. Of `model.weights` it counts whether
+    /// there are any: they are not read again, and may have moved.
+    pub fn difference(&self, before: &BTreeMap<String, String>) -> Option<Difference> {
+        let differ = |key: &str, before: &str, now: &str| match key {
+            "model.weights" => (before == UNSET) != (now == UNSET),
+            _ => before != now,
+        };
+        self.settings().into_iter().find_map(|(key, now)| {
+            let before = before.get(key)?;
+            differ(key, before, &now).then(|| Difference {
+                key: key.to_owned(),
+                before: before.clone(),
+                now,
+            })
+        })
     }
 }
 
@@ -651,6 +679,19 @@ mod tests {
                 assert!(checked.err().is_none_or(told), "{source} {paths}");
             }
         }
+    }
+
+    #[test]
+    fn weights_that_have_moved_are_no_other_model() {
+        let model = |set: &[&str]| {
+            let set: Vec<String> = set.iter().map(|set| (*set).to_owned()).collect();
+            Config::parse(SMALL, "x.toml", &set).unwrap().model
+        };
+        let before = model(&["model.weights=here", "model.dropout=0.1"]).fixed();
+        let differ = |set: &[&str]| model(set).difference(&before).map(|found| found.key);
+        assert_eq!(differ(&["model.weights=there", "model.dropout=0.1"]), None);
+        assert_eq!(differ(&["model.dropout=0.1"]).as_deref(), Some("model.weights"));
+        assert_eq!(differ(&["model.weights=here"]).as_deref(), Some("model.dropout"));
     }
 
     #[test]

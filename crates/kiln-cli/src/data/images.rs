@@ -7,7 +7,7 @@ use kiln::images::{self, Frame, ImageError, Pixels, Rectangle};
 use kiln::{Kiln, KilnBackend, KilnDevice, Place};
 use kiln_hub::data::{
     Augment, Cifar, CifarKind, Collate, Dataset, Encoded, EncodedBatch, EncodedImages, ImageBatch,
-    ImageFolder, ImageSource, Images, Pipeline, Shapes, View, first_jpeg,
+    ImageFolder, ImageSource, Images, Pipeline, Shapes, Share, View, first_jpeg,
 };
 
 use super::{Data, HeldOut, HostBatch, Open, Part, loaders, path};
@@ -77,7 +77,9 @@ pub(super) fn open(config: &Config, device: &KilnDevice, way: HeldOut) -> Result
         tokenizer: None,
         vocabulary: 0,
         classes,
+        tokens: None,
         unit: "images",
+        share: Share::WHOLE,
         train,
         evaluation,
     })

@@ -4,8 +4,15 @@
 //! for evaluation, which passes once over examples that training never sees. The tokenizer and the encoded
 //! corpus are made before training and kept in the run's folder: a resumed run must see the same tokens
 //! even if the source files have changed since.
+//!
+//! Of several ranks each prepares its share of a training batch only. Texts of a run are all padded to
+//! `data.length`, and nothing else of an example depends on others, so a share is that part of the whole
+//! batch. Examples for evaluation are not shared: every rank evaluates all of them.
 
 mod images;
+mod prepared;
+#[cfg(test)]
+mod shares;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -14,23 +21,24 @@ use burn::tensor::{Int, Tensor, TensorData};
 use kiln::{KilnBackend, KilnDevice};
 use kiln_hub::data::{
     Batches, Collate, Corpus, CorpusOptions, DataError, Dataset, EncodedBatch, ImageBatch, Loader,
-    LoaderState, Rng, TextBatch, TextBatcher, TextExample, TextExamples, TextFields, TokenStream,
+    LoaderState, Rng, Share, TextBatch, TextBatcher, TextExample, TextExamples, TextFields, TokenStream,
     WindowBatch, WindowBatcher,
 };
-use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer, write_bytes_atomic};
+use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer};
 
 use serde::{Deserialize, Serialize};
 
 use crate::config::{Config, DataConfig, DataSource};
 use crate::error::CliError;
 use crate::model::{Batch, Family};
+pub use prepared::Prepared;
 
 /// Most threads that read, decode and augment images for a GPU. One decodes and crops some 300 of 500 by 375
 /// pixels a second, where a step of resnet50 on an H100 takes 6,400; without decoding it reads 24,000.
 const MOST_THREADS: usize = 16;
 
 /// A batch of any source, in memory.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum HostBatch {
     /// Windows of a stream of tokens.
     Windows(WindowBatch),
@@ -146,7 +154,7 @@ impl HostBatch {
 /// A loader whose dataset and collation are forgotten.
 trait Open {
     fn start(&self) -> LoaderState;
-    fn open(&self, state: LoaderState) -> Result<Batches<HostBatch>, DataError>;
+    fn open(&self, state: LoaderState, share: Share) -> Result<Batches<HostBatch>, DataError>;
 }
 
 impl<D: Dataset, C: Collate<D::Item, Batch = HostBatch>> Open for Loader<D, C> {
@@ -154,8 +162,8 @@ impl<D: Dataset, C: Collate<D::Item, Batch = HostBatch>> Open for Loader<D, C> {
         self.start_state()
     }
 
-    fn open(&self, state: LoaderState) -> Result<Batches<HostBatch>, DataError> {
-        self.resume(state)
+    fn open(&self, state: LoaderState, share: Share) -> Result<Batches<HostBatch>, DataError> {
+        self.clone().with_share(share).resume(state)
     }
 }
 
@@ -167,21 +175,24 @@ pub struct Data {
     pub vocabulary: usize,
     /// Names of the classes; none for language models.
     pub classes: Vec<String>,
+    /// Tokens of the corpus, of a stream of tokens.
+    pub tokens: Option<usize>,
     /// The name of the units that a rate counts.
     pub unit: &'static str,
+    /// What is prepared of each training batch.
+    share: Share,
     train: Box<dyn Open>,
     evaluation: Option<Box<dyn Open>>,
 }
 
 impl Data {
-    /// Opens the data of a run on `device`. `prepared` is the run's own folder for prepared files;
+    /// Opens the data of a new run on `device`. `prepared` is the run's own folder for prepared files;
     /// `pretrained` is the tokenizer of the weights that the run starts from; `way` is how the run began to
     /// set examples aside.
     ///
     /// # Errors
     ///
-    /// [`CliError::Data`], [`CliError::Hub`], or [`CliError::Usage`] if the config lacks something its source
-    /// needs.
+    /// As [`Data::open_prepared`].
     pub fn open(
         config: &Config,
         device: &KilnDevice,
@@ -189,7 +200,22 @@ impl Data {
         pretrained: Option<Tokenizer>,
         way: HeldOut,
     ) -> Result<Self, CliError> {
-        std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
+        Self::open_prepared(config, device, &Prepared::new(prepared), pretrained, way)
+    }
+
+    /// Opens the data of a run of which some is prepared.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Data`], [`CliError::Hub`], or [`CliError::Usage`] if the config lacks something its source
+    /// needs, or the data is not that with which the run began.
+    pub fn open_prepared(
+        config: &Config,
+        device: &KilnDevice,
+        prepared: &Prepared,
+        pretrained: Option<Tokenizer>,
+        way: HeldOut,
+    ) -> Result<Self, CliError> {
         let data = match config.data.source {
             DataSource::Text => text(config, prepared, pretrained),
             DataSource::Passages | DataSource::Table => labelled_texts(config, prepared, pretrained, way),
@@ -197,19 +223,25 @@ impl Data {
                 images::open(config, device, way)
             }
         }?;
-        if !data.classes.is_empty() {
-            keep_classes(prepared, &data.classes)?;
-        }
+        prepared.classes(&data.classes)?;
         Ok(data)
     }
 
-    /// The batches of the training, after `state` or from the start.
+    /// Prepares of each training batch only the share of a rank: what [`HostBatch::share`] takes of a whole
+    /// one.
+    pub fn with_share(mut self, share: Share) -> Self {
+        self.share = share;
+        self
+    }
+
+    /// The batches of the training, this rank's share of each, after `state` or from the start.
     ///
     /// # Errors
     ///
     /// [`CliError::Data`] if the state is of other data.
     pub fn train(&self, state: Option<LoaderState>) -> Result<Batches<HostBatch>, CliError> {
-        Ok(self.train.open(state.unwrap_or_else(|| self.train.start()))?)
+        let state = state.unwrap_or_else(|| self.train.start());
+        Ok(self.train.open(state, self.share)?)
     }
 
     /// The batches of the evaluation, once; none if nothing is set aside.
@@ -221,7 +253,7 @@ impl Data {
         Ok(self
             .evaluation
             .as_ref()
-            .map(|loader| loader.open(loader.start()))
+            .map(|loader| loader.open(loader.start(), Share::WHOLE))
             .transpose()?)
     }
 }
@@ -242,56 +274,6 @@ pub fn pretrained_tokenizer(
         None | Some(Err(HubError::MissingFile { .. })) => Ok(None),
         Some(tokenizer) => Ok(Some(tokenizer?)),
     }
-}
-
-/// The tokenizer of a run that has a checkpoint: the one beside the checkpoint's weights, to which no other
-/// ids mean anything. It is put among the `prepared` files, if these are gone; a tokenizer that is there must
-/// be the same.
-///
-/// # Errors
-///
-/// [`CliError::Tokenizer`] if it is another one; [`CliError::Hub`] if one of them is damaged.
-pub fn tokenizer_of_run(
-    checkpoint: &Checkpoint,
-    family: Family,
-    prepared: &Path,
-) -> Result<Option<Tokenizer>, CliError> {
-    let Some(tokenizer) = pretrained_tokenizer(Some(checkpoint), family)? else {
-        return Ok(None);
-    };
-    let kept = prepared.join("tokenizer.json");
-    if !kept.exists() {
-        std::fs::create_dir_all(prepared).map_err(CliError::io("create", prepared))?;
-        tokenizer.save(&kept)?;
-    } else if !Tokenizer::open(&kept)?.is_same(&tokenizer)? {
-        return Err(CliError::Tokenizer {
-            prepared: prepared.to_path_buf(),
-            checkpoint: checkpoint.folder().to_path_buf(),
-        });
-    }
-    Ok(Some(tokenizer))
-}
-
-/// The classes of a run are those of its beginning: a class more or less would shift the labels of the
-/// others.
-fn keep_classes(prepared: &Path, classes: &[String]) -> Result<(), CliError> {
-    let kept = prepared.join("classes.json");
-    if !kept.exists() {
-        let json = serde_json::to_vec_pretty(classes)
-            .map_err(|error| CliError::Usage(format!("{}: {error}", kept.display())))?;
-        return Ok(write_bytes_atomic(&kept, &json)?);
-    }
-    let bytes = std::fs::read(&kept).map_err(CliError::io("read", &kept))?;
-    let before: Vec<String> =
-        serde_json::from_slice(&bytes).map_err(|error| CliError::config(kept.display(), error))?;
-    if before == classes {
-        return Ok(());
-    }
-    Err(CliError::Usage(format!(
-        "the data has the classes {}, but the run began with {}: restore the data, or start another run",
-        classes.join(", "),
-        before.join(", ")
-    )))
 }
 
 /// Threads that decode and augment images: a few where the step runs on a GPU, and one beside a step that
@@ -425,17 +407,16 @@ fn path<'a>(config: &'a DataConfig, what: &str) -> Result<&'a Path, CliError> {
     }
 }
 
-/// The tokenizer of the run: the one it began with, else the config's, else that of the weights. Weights of a
-/// language model have no use for a new one.
+/// The tokenizer of the run: that of its checkpoint or the one it began with, else the config's, else that of
+/// the weights. Weights of a language model have no use for a new one.
 fn tokenizer(
     config: &Config,
-    prepared: &Path,
+    prepared: &Prepared,
     pretrained: Option<Tokenizer>,
     texts: impl FnOnce() -> Result<Corpus, CliError>,
 ) -> Result<Tokenizer, CliError> {
-    let kept = prepared.join("tokenizer.json");
-    if kept.exists() {
-        return Ok(Tokenizer::open(&kept)?);
+    if let Some(tokenizer) = prepared.tokenizer()? {
+        return Ok(tokenizer);
     }
     let weights = config.model.weights.as_deref();
     let config = &config.data;
@@ -463,23 +444,19 @@ fn tokenizer(
         (Some("bytes"), _) => Tokenizer::bytes()?,
         (Some(path), _) => Tokenizer::open(path)?,
     };
-    tokenizer.save(&kept)?;
+    prepared.keep_tokenizer(&tokenizer)?;
     Ok(tokenizer)
 }
 
-fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
+fn text(config: &Config, prepared: &Prepared, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
     let data = &config.data;
     let read = |paths: &[PathBuf]| Corpus::read(paths, &of_any_size());
     let paths = paths(data, "text files or folders")?;
     let tokenizer = tokenizer(config, prepared, pretrained, || Ok(read(paths)?))?;
-    let stream = |name: &str, paths: &[PathBuf]| -> Result<TokenStream, CliError> {
-        let kept = prepared.join(name);
-        if !kept.exists() {
-            TokenStream::encode(&read(paths)?, &tokenizer)?.save(&kept)?;
-        }
-        Ok(TokenStream::open(&kept)?)
+    let stream = |name: &'static str, paths: &[PathBuf]| -> Result<TokenStream, CliError> {
+        prepared.stream(name, || Ok(TokenStream::encode(&read(paths)?, &tokenizer)?))
     };
-    let whole = stream("tokens.bin", paths)?;
+    let whole = stream(prepared::TOKENS, paths)?;
     let (train, evaluation) = if data.evaluation_paths.is_empty() {
         let border = 1.0 - data.evaluation_fraction;
         let train = whole.windows(data.length, 0.0, border)?;
@@ -488,7 +465,7 @@ fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Resu
             .transpose()?;
         (train, evaluation)
     } else {
-        let other = stream("evaluation-tokens.bin", &data.evaluation_paths)?;
+        let other = stream(prepared::EVALUATION_TOKENS, &data.evaluation_paths)?;
         (
             whole.windows(data.length, 0.0, 1.0)?,
             Some(other.windows(data.length, 0.0, 1.0)?),
@@ -500,7 +477,9 @@ fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Resu
         vocabulary: tokenizer.vocabulary(),
         tokenizer: Some(tokenizer),
         classes: Vec::new(),
+        tokens: Some(whole.len()),
         unit: "tokens",
+        share: Share::WHOLE,
         train,
         evaluation,
     })
@@ -508,7 +487,7 @@ fn text(config: &Config, prepared: &Path, pretrained: Option<Tokenizer>) -> Resu
 
 fn labelled_texts(
     config: &Config,
-    prepared: &Path,
+    prepared: &Prepared,
     pretrained: Option<Tokenizer>,
     way: HeldOut,
 ) -> Result<Data, CliError> {
@@ -556,7 +535,9 @@ fn labelled_texts(
         vocabulary: tokenizer.vocabulary(),
         tokenizer: Some(tokenizer),
         classes,
+        tokens: None,
         unit: "texts",
+        share: Share::WHOLE,
         train,
         evaluation,
     })

@@ -8,9 +8,9 @@
 //!   checkpoints/step-00000200/
 //!     model.safetensors  config.json  tokenizer.json   what other programs read
 //!     optimizer.mpk             the optimizer's state, in Burn's recorder format
-//!     state.json                step, place in the data, random generator, checksums
-//!   abandoned/step-00000300/    checkpoints that the run does not go on with: of steps after the one that it
-//!                               was resumed from, and of the same step if it was resumed from elsewhere
+//!     state.json                step, place in the data, random generator, what the run keeps, checksums
+//!   abandoned/step-00000300/    checkpoints that the run does not go on with, such as those of later steps
+//!                               than the one that it was resumed from, each with its line's log (`line.rs`)
 //!   .lock                       locked by the process that trains here
 //! ```
 //!
@@ -18,115 +18,29 @@
 //! under `step-N` is whole, whenever the program is killed. Checksums tell a damaged disk or a half-copied
 //! folder from a checkpoint.
 
-use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kiln::LossScale;
-use kiln_burn::random::{self, Stream};
-use kiln_hub::data::LoaderState;
 use kiln_hub::write_bytes_atomic;
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use crate::config::OptimizerName;
-use crate::data::HeldOut;
+use super::folder::remove_left_over;
+use super::line::Line;
+use super::state::{STATE, State};
 use crate::error::CliError;
 
-const STATE: &str = "state.json";
 const OPTIMIZER: &str = "optimizer.mpk";
 /// Where a run has the checkpoints of a line that it does not go on with.
 const ABANDONED: &str = "abandoned";
 /// Names of folders that are being written.
 const UNFINISHED: &str = ".writing-";
 
-/// `state.json`.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct State {
-    /// Optimizer steps done.
-    pub step: u64,
-    /// Place in the data.
-    pub data: LoaderState,
-    /// The random generator: its seed, and the stream that comes next.
-    pub random: Option<(u64, u64)>,
-    /// Loss scaling, if the loss is scaled: the scale, the steps since it changed, and the skipped steps.
-    #[serde(default)]
-    pub loss_scale: Option<(f32, u32, u32)>,
-    /// Whose state `optimizer.mpk` is; checkpoints of earlier versions do not say.
-    #[serde(default)]
-    pub optimizer: Option<OptimizerName>,
-    /// How examples are set aside for evaluation.
-    #[serde(default)]
-    pub held_out: HeldOut,
-    /// SHA-256 of each other file, in hexadecimal.
-    pub files: BTreeMap<String, String>,
-}
-
-impl State {
-    /// The state now, after `step` optimizer steps.
-    pub fn now(
-        step: u64,
-        data: LoaderState,
-        loss_scale: Option<LossScale>,
-        optimizer: OptimizerName,
-        held_out: HeldOut,
-    ) -> Self {
-        let random = random::state().map(|Stream { seed, stream }| (seed, stream));
-        Self {
-            step,
-            data,
-            random,
-            loss_scale: loss_scale.map(|now| (now.scale, now.steps, now.skipped)),
-            optimizer: Some(optimizer),
-            held_out,
-            files: BTreeMap::new(),
-        }
-    }
-
-    /// Makes sure that the state in `folder` is that of the optimizer of a config. Adam and AdamW have the
-    /// same state.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Differs`].
-    pub fn check_optimizer(&self, folder: &Path, now: OptimizerName) -> Result<(), CliError> {
-        let kind = |name| match name {
-            OptimizerName::Adam => OptimizerName::AdamW,
-            other => other,
-        };
-        match self.optimizer {
-            Some(saved) if kind(saved) != kind(now) => Err(CliError::Differs {
-                what: "optimizer.name".to_owned(),
-                saved: format!("{saved:?}").to_lowercase(),
-                now: format!("{now:?}").to_lowercase(),
-                path: folder.to_path_buf(),
-            }),
-            _ => Ok(()),
-        }
-    }
-
-    /// Where loss scaling stood.
-    pub fn loss_scale(&self) -> Option<LossScale> {
-        self.loss_scale.map(|(scale, steps, skipped)| LossScale {
-            scale,
-            steps,
-            skipped,
-        })
-    }
-
-    /// Restores the random generator.
-    pub fn restore_random(&self) {
-        if let Some((seed, stream)) = self.random {
-            random::restore(Stream { seed, stream });
-        }
-    }
-}
-
 /// The checkpoints of a run.
 #[derive(Clone, Debug)]
 pub struct Checkpoints {
+    run: PathBuf,
     folder: PathBuf,
     abandoned: PathBuf,
 }
@@ -135,6 +49,7 @@ impl Checkpoints {
     /// The checkpoints of the run in `run`.
     pub fn of(run: &Path) -> Self {
         Self {
+            run: run.to_path_buf(),
             folder: run.join("checkpoints"),
             abandoned: run.join(ABANDONED),
         }
@@ -179,32 +94,32 @@ impl Checkpoints {
         all.pop()
     }
 
-    /// The last of the checkpoints that were set aside.
-    pub fn last_abandoned(&self) -> Option<PathBuf> {
+    /// The checkpoints that were set aside.
+    pub fn list_abandoned(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(&self.abandoned).into_iter().flatten().flatten();
-        let paths = entries.map(|entry| entry.path());
-        paths.filter(|path| path.join(STATE).is_file()).max()
+        let mut paths: Vec<PathBuf> = entries.map(|entry| entry.path()).collect();
+        paths.retain(|path| path.join(STATE).is_file());
+        paths.sort();
+        paths
     }
 
-    /// Moves the checkpoints from `step` on out of the way of a run that goes on without them: they are of
-    /// another line, and neither the newest nor to be counted. Returns where they are now, oldest first.
+    /// Moves the checkpoints that a run on `line` goes on without out of the way: those from `step` on, and
+    /// those of another line. They are neither the newest nor to be counted any more. Each takes the run's
+    /// log along, which is about to be cut. Returns where they are now, oldest first.
     ///
     /// # Errors
     ///
-    /// [`CliError::Io`].
-    pub fn set_aside(&self, step: u64) -> Result<Vec<PathBuf>, CliError> {
-        let later = |path: &PathBuf| step_of(path).is_some_and(|found| found >= step);
+    /// [`CliError::Io`] or [`CliError::Hub`].
+    pub fn set_aside(&self, step: u64, line: &Line) -> Result<Vec<PathBuf>, CliError> {
+        let is_other = |path: &PathBuf| step_of(path).is_some_and(|found| found >= step) || !line.holds(path);
+        let others: Vec<PathBuf> = self.list().into_iter().filter(is_other).collect();
         let mut moved = Vec::new();
         // The newest first: until the last one is moved, the newest is of the old line, as before.
-        for path in self.list().into_iter().filter(later).rev() {
+        for path in others.into_iter().rev() {
             std::fs::create_dir_all(&self.abandoned).map_err(CliError::io("create", &self.abandoned))?;
+            line.copy_log(&self.run, &path)?;
             let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let mut target = self.abandoned.join(&*name);
-            let mut number = 2;
-            while target.exists() {
-                target = self.abandoned.join(format!("{name}-{number}"));
-                number += 1;
-            }
+            let target = free_name(&self.abandoned, &name, "");
             std::fs::rename(&path, &target).map_err(CliError::io("move a checkpoint to", &target))?;
             moved.push(target);
         }
@@ -212,16 +127,17 @@ impl Checkpoints {
         Ok(moved)
     }
 
-    /// Makes `source`, a checkpoint of `step` that lies elsewhere, the newest: copies it, and sets aside
-    /// those of its step and of later ones. Returns the copy, and where those set aside are now.
+    /// Makes `source`, a checkpoint of `step` on `line` that lies elsewhere, the newest: copies it, and sets
+    /// others aside, its own step's too. Returns the copy, and where those set aside are now.
     ///
     /// The copy is whole before another checkpoint is moved, and `source` stays where it is, unless it is one
-    /// of those set aside.
+    /// of those set aside. A log that it has is copied too: it says which line the copy is of, if the program
+    /// is killed before the run's log is that of this line.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`]; if the copy cannot be written, all checkpoints are where they were.
-    pub fn take(&self, source: &Path, step: u64) -> Result<(PathBuf, Vec<PathBuf>), CliError> {
+    pub fn take(&self, source: &Path, step: u64, line: &Line) -> Result<(PathBuf, Vec<PathBuf>), CliError> {
         let unfinished = self.unfinished()?;
         let list = || CliError::io("list", source);
         for entry in std::fs::read_dir(source).map_err(list())? {
@@ -238,7 +154,7 @@ impl Checkpoints {
         if let Ok(folder) = File::open(unfinished.path()) {
             let _ = folder.sync_all();
         }
-        let moved = self.set_aside(step)?;
+        let moved = self.set_aside(step, line)?;
         Ok((self.name(unfinished, step)?, moved))
     }
 
@@ -313,17 +229,7 @@ impl Checkpoints {
     /// Removes folders that a killed program left unfinished, at least `age` ago: nothing for the one process
     /// that trains here, and longer than a checkpoint takes where there may be others.
     pub fn remove_unfinished(&self, age: Duration) {
-        let entries = std::fs::read_dir(&self.folder).into_iter().flatten().flatten();
-        let is_old = |path: &Path| {
-            let changed = std::fs::metadata(path).and_then(|found| found.modified());
-            // A clock that was set back makes a folder of the future.
-            changed.is_ok_and(|changed| changed.elapsed().unwrap_or_default() >= age)
-        };
-        for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(UNFINISHED)) {
-            if is_old(&entry.path()) {
-                let _ = std::fs::remove_dir_all(entry.path());
-            }
-        }
+        remove_left_over(&self.folder, UNFINISHED, age);
     }
 }
 
@@ -337,29 +243,15 @@ fn step_of(path: &Path) -> Option<u64> {
     path.file_name()?.to_str()?.strip_prefix("step-")?.parse().ok()
 }
 
-/// Where `--resume DIR` leads: the run, and the checkpoint to start from, if the run has one.
-///
-/// # Errors
-///
-/// [`CliError::NoCheckpoint`] if the folder is neither a run nor a checkpoint.
-pub fn locate(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), CliError> {
-    if folder.join(STATE).is_file() {
-        let absolute = folder.canonicalize().map_err(CliError::io("find", folder))?;
-        let run = absolute
-            .parent()
-            .and_then(Path::parent)
-            .filter(|run| run.join("config.toml").is_file());
-        let run = run.ok_or_else(|| CliError::NoCheckpoint {
-            path: folder.to_path_buf(),
-        })?;
-        return Ok((run.to_path_buf(), Some(absolute)));
+/// A name in `folder` that nothing has: STEM, STEM-2 and so on, with an ending.
+pub fn free_name(folder: &Path, stem: &str, ending: &str) -> PathBuf {
+    let mut path = folder.join(format!("{stem}{ending}"));
+    let mut number = 2;
+    while path.exists() {
+        path = folder.join(format!("{stem}-{number}{ending}"));
+        number += 1;
     }
-    if folder.join("config.toml").is_file() {
-        return Ok((folder.to_path_buf(), Checkpoints::of(folder).last()));
-    }
-    Err(CliError::NoCheckpoint {
-        path: folder.to_path_buf(),
-    })
+    path
 }
 
 /// Reads `state.json` and checks every file of the checkpoint against it.
@@ -391,18 +283,26 @@ pub fn read_optimizer(folder: &Path) -> Result<Vec<u8>, CliError> {
     std::fs::read(folder.join(OPTIMIZER)).map_err(|error| damaged(folder, format!("{OPTIMIZER}: {error}")))
 }
 
-/// The error of a checkpoint that cannot be used, with the one before it as the remedy.
+/// The error of a checkpoint that cannot be used, with the one before it as the remedy, or the newest where
+/// it lies elsewhere.
 pub fn damaged(folder: &Path, reason: String) -> CliError {
-    let older = folder.parent().and_then(Path::parent).and_then(|run| {
-        let all = Checkpoints::of(run).list();
-        let at = all
-            .iter()
-            .position(|path| path.file_name() == folder.file_name())?;
-        all.get(at.checked_sub(1)?).cloned()
-    });
-    let remedy = match older {
-        Some(older) => format!("resume from the one before it with --resume {}", older.display()),
-        None => "there is none before it: copy it again from where it came, or start anew".to_owned(),
+    let all = folder
+        .parent()
+        .and_then(Path::parent)
+        .map_or_else(Vec::new, |run| Checkpoints::of(run).list());
+    let remedy = match all.iter().position(|path| path == folder) {
+        Some(0) => "there is none before it: copy it again from where it came, or start anew".to_owned(),
+        Some(at) => format!(
+            "resume from the one before it with --resume {}",
+            all[at - 1].display()
+        ),
+        None => match all.last() {
+            Some(newest) => format!(
+                "copy it again from where it came, or resume from the newest of its run with --resume {}",
+                newest.display()
+            ),
+            None => "copy it again from where it came, or start anew".to_owned(),
+        },
     };
     CliError::Checkpoint {
         path: folder.to_path_buf(),
@@ -442,7 +342,11 @@ fn make_readable(_path: &Path) -> std::io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use kiln_hub::data::LoaderState;
+
     use super::*;
+    use crate::config::OptimizerName;
+    use crate::data::HeldOut;
 
     fn names(folder: &Path) -> Vec<String> {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -451,6 +355,11 @@ mod tests {
             .collect();
         names.sort();
         names
+    }
+
+    /// What goes on with the run's own line.
+    fn own() -> Line {
+        Line::default()
     }
 
     fn write(checkpoints: &Checkpoints, step: u64, keep: usize) -> PathBuf {
@@ -476,13 +385,13 @@ mod tests {
         }
         let abandoned = run.path().join(ABANDONED);
         assert_eq!(
-            checkpoints.set_aside(11).unwrap(),
+            checkpoints.set_aside(11, &own()).unwrap(),
             ["step-00000020", "step-00000030"].map(|name| abandoned.join(name))
         );
-        assert!(checkpoints.set_aside(11).unwrap().is_empty());
+        assert!(checkpoints.set_aside(11, &own()).unwrap().is_empty());
         let first = write(&checkpoints, 20, 9);
         assert_eq!(checkpoints.last(), Some(first));
-        checkpoints.set_aside(11).unwrap();
+        checkpoints.set_aside(11, &own()).unwrap();
         assert_eq!(
             names(&abandoned),
             ["step-00000020", "step-00000020-2", "step-00000030"]
@@ -498,18 +407,18 @@ mod tests {
             write(&checkpoints, step, 9);
         }
         let abandoned = run.path().join(ABANDONED);
-        checkpoints.set_aside(20).unwrap();
+        checkpoints.set_aside(20, &own()).unwrap();
         write(&checkpoints, 20, 9);
         let state = |path: &Path| std::fs::read(path.join(STATE)).unwrap();
         let source = abandoned.join("step-00000020");
-        let (copy, moved) = checkpoints.take(&source, 20).unwrap();
+        let (copy, moved) = checkpoints.take(&source, 20, &own()).unwrap();
         assert_eq!(moved, [abandoned.join("step-00000020-2")]);
         assert_eq!(checkpoints.last().as_deref(), Some(&*copy));
         assert!(read_state(&copy).is_ok() && state(&copy) == state(&source));
         // A source that cannot be copied, here for want of a file, leaves everything where it is.
         let before = [names(&abandoned), names(&run.path().join("checkpoints"))];
         std::fs::remove_dir_all(&source).unwrap();
-        assert!(checkpoints.take(&source, 20).is_err());
+        assert!(checkpoints.take(&source, 20, &own()).is_err());
         std::fs::create_dir(&source).unwrap();
         assert_eq!(
             [names(&abandoned), names(&run.path().join("checkpoints"))],
@@ -525,9 +434,9 @@ mod tests {
         assert_eq!(checkpoints.before(21), Some(second));
         assert_eq!(checkpoints.before(20), Some(first));
         assert_eq!(checkpoints.before(10), None);
-        assert_eq!(checkpoints.last_abandoned(), None);
-        let moved = checkpoints.set_aside(0).unwrap();
-        assert_eq!(checkpoints.last_abandoned(), moved.last().cloned());
+        assert!(checkpoints.list_abandoned().is_empty());
+        let moved = checkpoints.set_aside(0, &own()).unwrap();
+        assert_eq!(checkpoints.list_abandoned(), moved);
     }
 
     #[test]
@@ -585,24 +494,5 @@ mod tests {
         state.as_object_mut().unwrap().remove("held_out").unwrap();
         std::fs::write(&path, state.to_string()).unwrap();
         assert_eq!(read_state(&written).unwrap().held_out, HeldOut::EveryNth);
-    }
-
-    #[test]
-    fn another_optimizer_is_named() {
-        let data = LoaderState {
-            seed: 0,
-            epoch: 0,
-            batch: 0,
-            batch_size: 1,
-            examples: 9,
-        };
-        let state = State::now(1, data, None, OptimizerName::AdamW, HeldOut::Random);
-        let check = |now| state.check_optimizer(Path::new("at"), now);
-        assert!(check(OptimizerName::AdamW).is_ok() && check(OptimizerName::Adam).is_ok());
-        let error = check(OptimizerName::Sgd).unwrap_err().to_string();
-        assert!(
-            error.contains("optimizer.name is adamw") && error.contains("sgd"),
-            "{error}"
-        );
     }
 }

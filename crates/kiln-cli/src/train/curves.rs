@@ -113,7 +113,7 @@ pub fn draw(name: &str, entries: &[Entry]) -> Result<String, CliError> {
             Entry::Evaluation { step, loss, .. } if loss.is_finite() => {
                 evaluations.push((step as f64, f64::from(loss)));
             }
-            Entry::Evaluation { .. } => {}
+            Entry::Evaluation { .. } | Entry::Start | Entry::Checkpoint { .. } => {}
         }
     }
     let smooth = smoothed(&losses);

@@ -5,7 +5,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::checkpoint::{Checkpoints, locate};
+use super::checkpoint::Checkpoints;
+use super::place::locate;
 use crate::error::CliError;
 
 /// The file that is locked while a process trains.
@@ -34,11 +35,16 @@ impl Claim {
     ///
     /// # Errors
     ///
-    /// [`CliError::Occupied`], [`CliError::InUse`] or [`CliError::Io`].
+    /// [`CliError::Occupied`], [`CliError::NoConfig`], [`CliError::InUse`] or [`CliError::Io`].
     pub(super) fn start(out: Option<&Path>, name: &str) -> Result<Self, CliError> {
         if let Some(folder) = out {
-            return Self::vacant(folder)?.ok_or_else(|| CliError::Occupied {
-                path: folder.to_path_buf(),
+            return Self::vacant(folder)?.ok_or_else(|| match folder.join(CONFIG).exists() {
+                true => CliError::Occupied {
+                    path: folder.to_path_buf(),
+                },
+                false => CliError::NoConfig {
+                    run: folder.to_path_buf(),
+                },
             });
         }
         let mut number = 1;
@@ -68,11 +74,27 @@ impl Claim {
                 path: folder.to_path_buf(),
             });
         }
-        Checkpoints::of(folder).remove_unfinished(match claim.lock {
+        claim.sweep();
+        Ok(claim)
+    }
+
+    /// Removes what a killed program left half written.
+    fn sweep(&self) {
+        let age = match self.lock {
             Some(_) => Duration::ZERO,
             None => LONG_AGO,
-        });
-        Ok(claim)
+        };
+        let checkpoints = Checkpoints::of(&self.folder);
+        checkpoints.remove_unfinished(age);
+        let mut folders = checkpoints.list();
+        folders.extend([
+            self.folder.clone(),
+            self.folder.join("data"),
+            checkpoints.abandoned().to_path_buf(),
+        ]);
+        for folder in folders {
+            remove_left_over(&folder, kiln_hub::TEMPORARY, age);
+        }
     }
 
     /// Where it is.
@@ -82,7 +104,7 @@ impl Claim {
 
     /// Claims a folder for a new run; none if it holds one.
     fn vacant(folder: &Path) -> Result<Option<Self>, CliError> {
-        let occupied = || folder.join(CONFIG).exists();
+        let occupied = || folder.join(CONFIG).exists() || Checkpoints::of(folder).last().is_some();
         if occupied() {
             return Ok(None);
         }
@@ -97,7 +119,11 @@ impl Claim {
         };
         let claim = Self::lock(folder, made, Duration::ZERO)?;
         // Again, now that nobody else can begin one.
-        Ok((!occupied()).then_some(claim))
+        if occupied() {
+            return Ok(None);
+        }
+        claim.sweep();
+        Ok(Some(claim))
     }
 
     fn lock(folder: &Path, made: bool, patience: Duration) -> Result<Self, CliError> {
@@ -137,6 +163,22 @@ impl Claim {
     }
 }
 
+/// Removes files and folders whose names begin with `prefix` and that nobody has changed for `age`.
+pub(super) fn remove_left_over(folder: &Path, prefix: &str, age: Duration) {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)) {
+        let path = entry.path();
+        let changed = std::fs::metadata(&path).and_then(|found| found.modified());
+        // A clock that was set back makes a file of the future.
+        if changed.is_ok_and(|changed| changed.elapsed().unwrap_or_default() >= age) {
+            let _ = match path.is_dir() {
+                true => std::fs::remove_dir_all(&path),
+                false => std::fs::remove_file(&path),
+            };
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -154,17 +196,35 @@ mod tests {
         std::fs::write(folder.join(CONFIG), "").unwrap();
         let unfinished = folder.join("checkpoints/.writing-x");
         std::fs::create_dir_all(&unfinished).unwrap();
+        // Of an encoded corpus.
+        let half = folder.join("data/.tmp-x");
+        std::fs::create_dir(folder.join("data")).unwrap();
+        std::fs::write(&half, "").unwrap();
         let error = Claim::resume(&folder, None, &folder).unwrap_err().to_string();
         assert!(
             error.contains("another process") && error.contains("run"),
             "{error}"
         );
-        assert!(unfinished.is_dir(), "it is the other process's");
+        assert!(
+            unfinished.is_dir() && half.is_file(),
+            "they are the other process's"
+        );
         drop(claim);
         let error = Claim::start(Some(&folder), "").unwrap_err();
         assert!(matches!(error, CliError::Occupied { .. }), "{error}");
         let claim = Claim::resume(&folder, None, &folder).unwrap();
-        assert!(claim.folder() == folder && !unfinished.exists());
+        assert!(claim.folder() == folder && !unfinished.exists() && !half.exists());
+    }
+
+    #[test]
+    fn checkpoints_without_a_config_are_no_vacant_folder() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path();
+        std::fs::create_dir_all(folder.join("checkpoints/.writing-x")).unwrap();
+        drop(Claim::start(Some(folder), "").unwrap());
+        std::fs::create_dir_all(folder.join("checkpoints/step-00000008")).unwrap();
+        let error = Claim::start(Some(folder), "").unwrap_err();
+        assert!(matches!(error, CliError::NoConfig { .. }), "{error}");
     }
 
     #[test]

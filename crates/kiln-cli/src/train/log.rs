@@ -1,4 +1,7 @@
-//! The log of a run: one JSON object a line, for a step or an evaluation.
+//! The log of a run: one JSON object a line, for a step, an evaluation or a checkpoint.
+//!
+//! A checkpoint's line has the checksum of its weights. So a log tells the checkpoints that its steps led to
+//! from those of other steps with the same numbers (see [`super::line`]).
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -9,10 +12,15 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::error::CliError;
 
+/// The file of a run's log.
+pub const LOG: &str = "log.jsonl";
+
 /// One line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "lowercase")]
 pub enum Entry {
+    /// The beginning of a log that has a line for each checkpoint. Logs of earlier versions have neither.
+    Start,
     /// An optimizer step.
     Step {
         /// Its number, from 1.
@@ -49,14 +57,27 @@ pub enum Entry {
         /// Part of the examples whose likeliest class is theirs, of classifiers.
         accuracy: Option<f64>,
     },
+    /// A checkpoint.
+    Checkpoint {
+        /// Steps done.
+        step: u64,
+        /// SHA-256 of its weights, in hexadecimal.
+        weights: String,
+    },
 }
 
 impl Entry {
     /// Number of the step.
     pub fn step(&self) -> u64 {
         match self {
-            Self::Step { step, .. } | Self::Evaluation { step, .. } => *step,
+            Self::Start => 0,
+            Self::Step { step, .. } | Self::Evaluation { step, .. } | Self::Checkpoint { step, .. } => *step,
         }
+    }
+
+    /// Whether it is the line of a checkpoint.
+    pub fn is_checkpoint(&self) -> bool {
+        matches!(self, Self::Checkpoint { .. })
     }
 }
 
@@ -69,18 +90,13 @@ pub struct Log {
 }
 
 impl Log {
-    /// Opens the log of a run that goes on after `step`. Lines of later steps, from before the run was
-    /// interrupted, are removed: those steps come again.
+    /// Begins the log of the run in `run` with these lines, in place of the one that is there.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`] or [`CliError::Hub`].
-    pub fn open(run: &Path, step: u64) -> Result<Self, CliError> {
-        let path = run.join("log.jsonl");
-        let entries: Vec<Entry> = read(&path)?
-            .into_iter()
-            .filter(|entry| entry.step() <= step)
-            .collect();
+    pub fn begin(run: &Path, entries: Vec<Entry>) -> Result<Self, CliError> {
+        let path = run.join(LOG);
         let text: String = entries.iter().map(line).collect();
         write_bytes_atomic(&path, text.as_bytes())?;
         let file = OpenOptions::new()
@@ -92,16 +108,6 @@ impl Log {
             file: Some(file),
             entries,
         })
-    }
-
-    /// The last step of the log of a run; 0 if it has none.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Io`].
-    pub fn last_step(run: &Path) -> Result<u64, CliError> {
-        let entries = read(&run.join("log.jsonl"))?;
-        Ok(entries.iter().map(Entry::step).max().unwrap_or(0))
     }
 
     /// A log that is kept in memory alone.
@@ -143,9 +149,14 @@ fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
     Ok(Option::deserialize(from)?.unwrap_or(f32::NAN))
 }
 
-/// Reads a log; an incomplete last line, of a program that was killed, is passed over. No file is an empty
-/// log.
-fn read(path: &Path) -> Result<Vec<Entry>, CliError> {
+/// Reads the log in `folder`, which is a run's or a checkpoint's; an incomplete last line, of a program that
+/// was killed, is passed over. No file is an empty log.
+///
+/// # Errors
+///
+/// [`CliError::Io`].
+pub fn read(folder: &Path) -> Result<Vec<Entry>, CliError> {
+    let path = &folder.join(LOG);
     match std::fs::read_to_string(path) {
         Ok(text) => Ok(text
             .lines()
@@ -163,7 +174,7 @@ mod tests {
     #[test]
     fn a_loss_that_is_no_number_reads_back() {
         let run = tempfile::tempdir().unwrap();
-        let mut log = Log::open(run.path(), 0).unwrap();
+        let mut log = Log::begin(run.path(), Vec::new()).unwrap();
         for loss in [f32::NAN, f32::INFINITY, 0.1] {
             log.add(Entry::Evaluation {
                 step: 3,
@@ -172,20 +183,32 @@ mod tests {
             })
             .unwrap();
         }
-        let text = std::fs::read_to_string(run.path().join("log.jsonl")).unwrap();
+        let text = std::fs::read_to_string(run.path().join(LOG)).unwrap();
         assert_eq!(text.matches("\"loss\":null").count(), 2, "{text}");
-        let log = Log::open(run.path(), 3).unwrap();
-        let losses = log.entries().iter().map(|entry| match entry {
-            Entry::Step { loss, .. } | Entry::Evaluation { loss, .. } => *loss,
+        let log = Log::begin(run.path(), read(run.path()).unwrap()).unwrap();
+        let losses = log.entries().iter().filter_map(|entry| match entry {
+            Entry::Step { loss, .. } | Entry::Evaluation { loss, .. } => Some(*loss),
+            Entry::Start | Entry::Checkpoint { .. } => None,
         });
         let losses: Vec<f32> = losses.collect();
         assert!(
             losses[0].is_nan() && losses[1].is_nan() && losses[2] == 0.1,
             "{losses:?}"
         );
-        assert_eq!(
-            std::fs::read_to_string(run.path().join("log.jsonl")).unwrap(),
-            text
-        );
+        assert_eq!(std::fs::read_to_string(run.path().join(LOG)).unwrap(), text);
+    }
+
+    #[test]
+    fn lines_without_a_loss_read_back() {
+        let run = tempfile::tempdir().unwrap();
+        let entries = vec![
+            Entry::Start,
+            Entry::Checkpoint {
+                step: 4,
+                weights: "ab".to_owned(),
+            },
+        ];
+        Log::begin(run.path(), entries.clone()).unwrap();
+        assert_eq!(read(run.path()).unwrap(), entries);
     }
 }

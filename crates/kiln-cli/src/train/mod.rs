@@ -16,12 +16,15 @@ mod evaluate;
 pub mod export;
 mod folder;
 mod interrupt;
+mod line;
 mod log;
 mod open;
+mod place;
 mod profile;
 mod progress;
 mod ranks;
 mod settings;
+mod state;
 mod trainer;
 mod utilization;
 
@@ -38,15 +41,16 @@ use kiln_profile::Category;
 use crate::architecture::Architecture;
 use crate::args::{EvalArguments, TrainArguments, parse_autocast};
 use crate::config::Config;
-use crate::data::{Data, HeldOut, HostBatch, tokenizer_of_run};
+use crate::data::{Data, HeldOut, HostBatch, Prepared};
 use crate::error::CliError;
 use crate::model::{Family, Heads, not_finite, without_autodiff};
 use crate::show;
-pub use checkpoint::{Checkpoints, locate};
-use checkpoint::{State, damaged, read_state};
+pub use checkpoint::Checkpoints;
+use checkpoint::{damaged, read_state};
 use evaluate::Evaluator;
 use folder::Claim;
 use log::{Entry, Log};
+pub use place::locate;
 use profile::StepProfile;
 pub use progress::peak_memory_mb;
 use progress::{Progress, StepNumbers};
@@ -54,6 +58,7 @@ use ranks::Ranks;
 pub use ranks::{divides, threads};
 use settings::Settings;
 pub use settings::decodes_on_device;
+use state::{State, entry_of};
 use trainer::Loss;
 pub use trainer::{Setting, Together, TrainBackend, Trainer, build as build_trainer};
 use utilization::Utilization;
@@ -86,7 +91,8 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
     run.go()
 }
 
-/// `kiln eval`.
+/// `kiln eval`. The run's folder stays as it is, and may be that of a run which trains: examples of other
+/// settings than those that it has prepared are read and encoded anew.
 ///
 /// # Errors
 ///
@@ -104,11 +110,14 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     // Of an evaluation asked for by hand, all of it.
     config.train.evaluation_batches = usize::MAX;
     let state = read_state(&from)?;
+    state.check_model(&from, None, &config.model)?;
     let on = device(&config)?;
     let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
-    let prepared = folder.join("data");
-    let tokenizer = tokenizer_of_run(&weights, Family::of(&config.model.name)?, &prepared)?;
-    let data = Data::open(&config, &on, &prepared, tokenizer, state.held_out)?;
+    let prepared = Prepared::new(&folder.join("data"))
+        .read_only(&config)?
+        .with_counts(state.classes.clone(), state.tokens)
+        .with_tokenizer_of(&weights, Family::of(&config.model.name)?)?;
+    let data = Data::open_prepared(&config, &on, &prepared, None, state.held_out)?;
     let architecture = Architecture::read(&weights)?;
     architecture.check(&config, &data)?;
     let model = architecture.init::<Kiln>(&on)?.load(&weights, Heads::Stored)?;
@@ -201,8 +210,8 @@ struct Run {
     saved: Option<u64>,
     /// Checkpoints that were set aside when the run was resumed.
     abandoned: Vec<PathBuf>,
-    /// Whether there were steps before, of which no checkpoint was written.
-    begins_again: bool,
+    /// The log of steps before, if the run goes on without them and no checkpoint has it.
+    old_log: Option<PathBuf>,
 }
 
 impl Run {
@@ -232,10 +241,16 @@ impl Run {
             progress.say(&format!("going on after step {}", self.step));
         }
         for moved in &self.abandoned {
-            progress.say(&format!("a later checkpoint was set aside: {}", moved.display()));
+            progress.say(&format!(
+                "a checkpoint was set aside, with its log: {}",
+                moved.display()
+            ));
         }
-        if self.begins_again {
-            progress.say("there is no checkpoint yet: the run begins again, and so does its log");
+        if let Some(log) = &self.old_log {
+            if self.step == 0 {
+                progress.say("there is no checkpoint yet: the run begins again, and so does its log");
+            }
+            progress.say(&format!("the log until now was set aside: {}", log.display()));
         }
         let mut saved_at = Instant::now();
         let mut warned = false;
@@ -273,7 +288,7 @@ impl Run {
                 self.look(&mut progress)?;
                 self.save()?;
                 self.remove_old();
-                self.draw()?;
+                self.draw(&progress);
                 saved_at = Instant::now();
             }
         }
@@ -283,7 +298,7 @@ impl Run {
         self.save()?;
         self.evaluate_or_save(&progress)?;
         self.remove_old();
-        self.draw()?;
+        self.draw(&progress);
         self.finish(&progress)?;
         std::mem::replace(&mut self.trace, Ok(()))?;
         Ok(ExitCode::SUCCESS)
@@ -300,8 +315,9 @@ impl Run {
                 .batches
                 .next()
                 .ok_or_else(|| CliError::Usage("the training data ended".to_owned()))??;
-            units += batch.units();
-            batches.push(self.ranks.share(batch));
+            // A rank's share of the batch. All have as many examples.
+            units += batch.units() * self.ranks.world().size();
+            batches.push(batch);
         }
         drop(loading);
         let inputs = batches.into_iter().map(|batch| batch.tensors(&self.device));
@@ -414,7 +430,7 @@ impl Run {
     }
 
     /// Evaluates. What ends the run there takes no step with it: all ranks save first, whichever of them
-    /// failed.
+    /// failed, and all end then.
     ///
     /// A model that overflows is not saved: a resumed run would go on from it, and its checkpoints would take
     /// the places of those before it. Nor does a checkpoint whose evaluation failed remove others.
@@ -431,12 +447,13 @@ impl Run {
         if failed {
             progress.finish();
             let saved = if overflows { Ok(()) } else { self.save() };
-            let saved = saved.and_then(|()| self.draw());
+            self.draw(progress);
             // A launcher ends all ranks when the first one ends: none does before rank 0 has written.
             let all = self.ranks.any_patiently(saved.is_err());
             saved?;
             if evaluated.is_ok() {
                 all?;
+                return Err(CliError::OtherRank);
             }
         }
         evaluated
@@ -470,7 +487,12 @@ impl Run {
         }
         let scale = self.trainer.loss_scale();
         let (place, name) = (self.batches.state(), self.config.optimizer.name);
-        let state = State::now(self.step, place, scale, name, self.held_out);
+        let state = State {
+            model: self.config.model.fixed(),
+            classes: self.data.classes.clone(),
+            tokens: self.data.tokens,
+            ..State::now(self.step, place, scale, name, self.held_out)
+        };
         let optimizer = self.trainer.optimizer_state(&self.order)?;
         let model = self.trainer.whole_model()?;
         // The loss that was looked at is the one before the update.
@@ -491,8 +513,10 @@ impl Run {
             Ok(())
         };
         let written = Checkpoints::of(&self.folder).write(state, &optimizer, write);
-        self.last_checkpoint = Some(written.map_err(|error| error.of_checkpoint(&self.folder, None))?);
-        Ok(())
+        let written = written.map_err(|error| error.of_checkpoint(&self.folder, None))?;
+        let entry = entry_of(&written);
+        self.last_checkpoint = Some(written);
+        entry.map_or(Ok(()), |entry| self.log.add(entry))
     }
 
     /// Removes checkpoints that the run does not keep.
@@ -502,15 +526,17 @@ impl Run {
         }
     }
 
-    fn draw(&self) -> Result<(), CliError> {
+    /// Draws the curves. Training goes on without a picture that cannot be drawn or written.
+    fn draw(&self, progress: &Progress) {
         if !self.ranks.is_first() {
-            return Ok(());
+            return;
         }
-        let svg = curves::draw(&self.config.name, self.log.entries())?;
-        Ok(write_bytes_atomic(
-            &self.folder.join("curves.svg"),
-            svg.as_bytes(),
-        )?)
+        let path = self.folder.join("curves.svg");
+        let drawn = curves::draw(&self.config.name, self.log.entries())
+            .and_then(|svg| Ok(write_bytes_atomic(&path, svg.as_bytes())?));
+        if let Err(error) = drawn {
+            progress.say(&format!("training goes on without its curves: {error}"));
+        }
     }
 
     /// Ends the profile, if there is one: writes the trace and prints where the time went. Training goes on
@@ -531,7 +557,7 @@ impl Run {
         self.finish_profile(progress);
         self.save()?;
         self.remove_old();
-        self.draw()?;
+        self.draw(progress);
         progress.say(&format!(
             "stopped after step {}; go on with kiln train --resume {}",
             self.step,
@@ -548,7 +574,7 @@ impl Run {
         }
         let losses = self.log.entries().iter().filter_map(|entry| match entry {
             Entry::Step { loss, .. } => Some(*loss),
-            Entry::Evaluation { .. } => None,
+            Entry::Evaluation { .. } | Entry::Start | Entry::Checkpoint { .. } => None,
         });
         let losses: Vec<f32> = losses.collect();
         let tail = &losses[losses.len().saturating_sub(10)..];

@@ -8,25 +8,27 @@ use kiln::Kiln;
 use kiln_hub::data::DataError;
 use kiln_hub::{Checkpoint, write_bytes_atomic};
 
-use super::checkpoint::{Checkpoints, State, damaged, read_optimizer, read_state};
+use super::checkpoint::{Checkpoints, damaged, read_optimizer, read_state};
 use super::evaluate::Evaluator;
 use super::folder::CONFIG;
-use super::log::Log;
+use super::line::Line;
+use super::log::{self, Entry, Log};
 use super::ranks::Ranks;
+use super::state::State;
 use super::trainer::{SavedState, Setting, Together, TrainBackend, build as build_trainer};
 use super::utilization::Utilization;
 use super::{Run, compile_options, device};
 use crate::architecture::Architecture;
 use crate::args::parse_weights;
-use crate::config::{Config, Difference, Kept};
-use crate::data::{Data, HeldOut, pretrained_tokenizer, tokenizer_of_run};
+use crate::config::{Config, DataSource, Difference, Kept};
+use crate::data::{Data, HeldOut, Prepared, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::generate::check_sample;
 use crate::model::{Family, Heads, freeze, initialise, not_finite};
 
 impl Run {
     /// Prepares a run in `folder`, from the checkpoint `from` if there is one. Prepared files of the data are
-    /// in `data`, if not in the run's own folder.
+    /// in `data`, if not in the run's own folder; that is another run's, and stays as it is.
     pub(super) fn open(
         config: Config,
         folder: PathBuf,
@@ -60,30 +62,34 @@ impl Run {
         if ranks.is_first() {
             // The others look when this rank has prepared the folder, and would see its changes.
             let saved = saved_config(&folder)?;
-            match (from, &saved) {
-                (Some(from), Some(saved)) => same_model(saved, &config, from)?,
-                (None, Some(saved)) => has_no_checkpoint(&folder, saved)?,
-                (_, None) => {}
+            if let (Some(state), Some(from)) = (&state, from) {
+                state.check_model(from, saved.as_ref().map(|saved| &saved.model), &config.model)?;
+            } else if let Some(saved) = &saved {
+                has_no_checkpoint(&folder, saved)?;
             }
             same_data(&prepared, saved.as_ref(), &config, from)?;
-            std::fs::create_dir_all(&prepared).map_err(CliError::io("create", &prepared))?;
             if from.is_none() {
                 // The config is that of what is prepared now. A run that goes on keeps its own until it is
                 // known to be the same run.
                 write_bytes_atomic(&folder.join(CONFIG), written.as_bytes())?;
             }
             if data.is_none() {
+                std::fs::create_dir_all(&prepared).map_err(CliError::io("create", &prepared))?;
                 config.kept().save(&prepared)?;
             }
         }
-        let pretrained = match (from, &start_from) {
-            (Some(_), Some(checkpoint)) if ranks.is_first() => {
-                tokenizer_of_run(checkpoint, family, &prepared)?
-            }
-            _ => pretrained_tokenizer(start_from.as_ref(), family)?,
-        };
+        let mut files = Prepared::new(&prepared);
+        if data.is_some() {
+            files = files.read_only(&config)?;
+        }
+        if let (Some(state), Some(checkpoint)) = (&state, &start_from) {
+            files = files.with_counts(state.classes.clone(), state.tokens);
+            files = files.with_tokenizer_of(checkpoint, family)?;
+        }
+        let pretrained = pretrained_tokenizer(start_from.as_ref(), family)?;
         let held_out = state.as_ref().map_or(HeldOut::Random, |state| state.held_out);
-        let data = Data::open(&config, &device, &prepared, pretrained, held_out)?;
+        let data = Data::open_prepared(&config, &device, &files, pretrained, held_out)?;
+        let data = data.with_share(ranks.share());
         ranks.prepared(&folder)?;
         ranks.agree_on(state.as_ref())?;
         Kiln::seed(&device, config.seed);
@@ -143,7 +149,7 @@ impl Run {
         let trainer = build_trainer(model, &config.optimizer, setting)?;
         let batches = data.train(state.as_ref().map(|state| state.data));
         let batches = batches.map_err(|error| match from {
-            Some(from) => differs(error, from),
+            Some(from) => differs(error, &config, from),
             None => error,
         })?;
         let step = state.as_ref().map_or(0, |state| state.step);
@@ -177,7 +183,7 @@ impl Run {
             last_checkpoint: from.map(Path::to_path_buf),
             saved: from.map(|_| step),
             abandoned: Vec::new(),
-            begins_again: false,
+            old_log: None,
         })
     }
 
@@ -185,25 +191,28 @@ impl Run {
     /// compared, and the folder is as before, except for what is prepared.
     ///
     /// A checkpoint that lies elsewhere, such as one that was set aside, is copied to where a later resume
-    /// finds it, and takes the place of one of the same step.
+    /// finds it, and takes the place of one of the same step. The log follows it.
     pub(super) fn take_over(&mut self) -> Result<(), CliError> {
         if self.ranks.is_first() {
             let checkpoints = Checkpoints::of(&self.folder);
             let source = self.last_checkpoint.take();
+            let line = Line::of(&self.folder, source.as_deref())?;
             let is_elsewhere = |from: &PathBuf| !checkpoints.holds(from, self.step);
-            (self.last_checkpoint, self.abandoned) = match source {
-                Some(from) if is_elsewhere(&from) => {
-                    let taken = checkpoints.take(&from, self.step);
-                    let (copy, moved) =
-                        taken.map_err(|error| error.of_checkpoint(&self.folder, Some(&from)))?;
-                    (Some(copy), moved)
-                }
-                Some(from) => (Some(from), checkpoints.set_aside(self.step + 1)?),
-                None => (None, checkpoints.set_aside(0)?),
+            let taken = match &source {
+                Some(from) if is_elsewhere(from) => checkpoints
+                    .take(from, self.step, &line)
+                    .map(|(copy, moved)| (Some(copy), moved)),
+                Some(from) => checkpoints
+                    .set_aside(self.step + 1, &line)
+                    .map(|moved| (Some(from.clone()), moved)),
+                None => checkpoints.set_aside(0, &line).map(|moved| (None, moved)),
             };
+            let full = |error: CliError| error.of_checkpoint(&self.folder, source.as_deref());
+            (self.last_checkpoint, self.abandoned) = taken.map_err(full)?;
             write_bytes_atomic(&self.folder.join(CONFIG), self.written.as_bytes())?;
-            self.begins_again = self.last_checkpoint.is_none() && Log::last_step(&self.folder)? > 0;
-            self.log = Log::open(&self.folder, self.step)?;
+            let from = self.last_checkpoint.as_deref();
+            (self.log, self.old_log) =
+                line.go_on(&self.folder, from, self.step, !self.abandoned.is_empty())?;
         }
         // The copy of a large checkpoint takes long.
         self.ranks.any_patiently(false)?;
@@ -235,10 +244,16 @@ fn saved_config(folder: &Path) -> Result<Option<Config>, CliError> {
 /// was due, and begins again.
 fn has_no_checkpoint(folder: &Path, saved: &Config) -> Result<(), CliError> {
     let checkpoints = Checkpoints::of(folder);
-    let last = Log::last_step(folder)?;
+    let entries = log::read(folder)?;
+    let last = entries.iter().map(Entry::step).max().unwrap_or(0);
+    let written = entries.iter().rev().find(|entry| entry.is_checkpoint());
+    // A log of an earlier version does not say when checkpoints were written. The step behind a checkpoint is
+    // logged when the checkpoint is written.
     let every = saved.train.checkpoint_every;
-    let (reason, remedy) = match checkpoints.last_abandoned() {
-        Some(moved) => (
+    let had_some = !entries.contains(&Entry::Start) && every > 0 && last > every;
+    let put_back = format!("put a checkpoint back into {}", checkpoints.folder().display());
+    let (reason, remedy) = match (checkpoints.list_abandoned().pop(), written) {
+        (Some(moved), _) => (
             format!(
                 "some that were set aside are in {}",
                 checkpoints.abandoned().display()
@@ -248,33 +263,21 @@ fn has_no_checkpoint(folder: &Path, saved: &Config) -> Result<(), CliError> {
                 moved.display()
             ),
         ),
-        // The step behind a checkpoint is logged when the checkpoint is written.
-        None if every > 0 && last > every => (
-            format!("its log has {last} steps, and one was written every {every}"),
-            format!("put a checkpoint back into {}", checkpoints.folder().display()),
+        (None, Some(entry)) => (
+            format!("its log says that one was written after step {}", entry.step()),
+            put_back,
         ),
-        None => return Ok(()),
+        (None, None) if had_some => (
+            format!("its log has {last} steps, and one was written every {every}"),
+            put_back,
+        ),
+        (None, None) => return Ok(()),
     };
     Err(CliError::NoneLeft {
         run: folder.to_path_buf(),
         reason,
         remedy,
     })
-}
-
-/// Makes sure that a resumed run asks for the model of its checkpoint `from`, whose sizes it would have in
-/// any case.
-fn same_model(saved: &Config, now: &Config, from: &Path) -> Result<(), CliError> {
-    let pairs = saved.model.fixed().into_iter().zip(now.model.fixed());
-    match pairs.into_iter().find(|(saved, now)| saved != now) {
-        None => Ok(()),
-        Some(((what, saved), (_, now))) => Err(CliError::Differs {
-            what: what.to_owned(),
-            saved,
-            now,
-            path: from.to_path_buf(),
-        }),
-    }
 }
 
 /// Makes sure that a run asks for the data that it has prepared, which it has in any case. What it has not
@@ -301,14 +304,17 @@ fn same_data(
     }
 }
 
-/// The error of data at which a run cannot go on from the checkpoint `from`.
-fn differs(error: CliError, from: &Path) -> CliError {
+/// The error of data at which a run of `config` cannot go on from the checkpoint `from`.
+fn differs(error: CliError, config: &Config, from: &Path) -> CliError {
     let CliError::Data(DataError::Resume { what, saved, now }) = error else {
         return error;
     };
     let what = match what {
         "batch size" => "train.batch_size",
-        "number of examples" => "the number of examples (data.paths, data.length, data.evaluation_fraction)",
+        "number of examples" => match config.data.source {
+            DataSource::Shapes => "data.examples",
+            _ => "the number of examples (data.paths, data.length, data.evaluation_fraction)",
+        },
         other => other,
     };
     CliError::Differs {
@@ -363,5 +369,33 @@ mod tests {
             error.contains(&format!("--resume {}", moved.display())),
             "{error}"
         );
+    }
+
+    /// A log that names checkpoints says whether there was one, whatever the settings are now.
+    #[test]
+    fn a_log_that_names_checkpoints_answers_for_them() {
+        let place = tempfile::tempdir().unwrap();
+        let run = place.path();
+        let check = || {
+            let set = ["train.checkpoint_every=4", "train.checkpoint_minutes=10.0"];
+            has_no_checkpoint(
+                run,
+                &Config::parse(CONFIG, "x.toml", &set.map(String::from)).unwrap(),
+            )
+        };
+        let evaluation = Entry::Evaluation {
+            step: 100,
+            loss: 1.0,
+            accuracy: None,
+        };
+        let mut log = Log::begin(run, vec![Entry::Start, evaluation]).unwrap();
+        assert!(check().is_ok(), "it was killed before the first one");
+        log.add(Entry::Checkpoint {
+            step: 2,
+            weights: String::new(),
+        })
+        .unwrap();
+        let error = check().unwrap_err().to_string();
+        assert!(error.contains("after step 2"), "{error}");
     }
 }

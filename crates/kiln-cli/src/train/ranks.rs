@@ -1,19 +1,23 @@
 //! A run on several ranks: `mpirun -n 4 kiln train --config ..`.
 //!
-//! `train.batch_size` counts the examples of all ranks together. Every rank reads the same batches, in the
-//! order of a run on one rank, and takes its share of each; so the place in the data is the same on all
-//! ranks, and a checkpoint goes on with any number of them. Rank 0 prepares the folder of the run, logs and
-//! saves; the others wait for the folder, and evaluate along with it so that nobody waits.
+//! `train.batch_size` counts the examples of all ranks together. Every rank goes through the same batches, in
+//! the order of a run on one rank, and reads, decodes and augments its share of each. So the place in the
+//! data is the same on all ranks, and a checkpoint goes on with any number of them. Rank 0 prepares the folder
+//! of the run, logs and saves; the others wait for the folder, and evaluate along with it so that nobody
+//! waits.
+//!
+//! An example that cannot be read is an error on the rank that has it in its share. That rank ends, and the
+//! others notice it as they notice any rank that ends early.
 
 use std::path::PathBuf;
 use std::time::Duration;
 
 use kiln::distributed::{self, Error, Options, World};
 use kiln_graph::DType;
+use kiln_hub::data::Share;
 
-use super::checkpoint::State;
+use super::state::State;
 use crate::config::Config;
-use crate::data::HostBatch;
 use crate::error::CliError;
 
 /// The ranks of a run; one, most often.
@@ -66,6 +70,14 @@ impl Ranks {
     /// The number of this rank.
     pub fn rank(&self) -> usize {
         self.world.rank()
+    }
+
+    /// What this rank prepares and trains of each batch.
+    pub fn share(&self) -> Share {
+        Share {
+            rank: self.world.rank(),
+            ranks: self.world.size(),
+        }
     }
 
     /// Whether there is more than one rank.
@@ -161,14 +173,6 @@ impl Ranks {
             // One of them says `true`.
             Err(Error::Disagreement { .. }) => Ok(true),
             Err(error) => Err(error.into()),
-        }
-    }
-
-    /// This rank's share of a batch.
-    pub fn share(&self, batch: HostBatch) -> HostBatch {
-        match self.world.size() {
-            1 => batch,
-            size => batch.share(self.world.rank(), size),
         }
     }
 }

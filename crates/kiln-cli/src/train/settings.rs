@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::checkpoint::locate;
+use super::place::locate;
 use crate::CliError;
 use crate::args::{TrainArguments, autocast_name};
 use crate::config::{Config, DataSource, Decoding};
@@ -19,6 +19,12 @@ pub(super) struct Settings {
 
 impl Settings {
     pub(super) fn of(arguments: &TrainArguments) -> Result<Self, CliError> {
+        if let (Some(place), Some(out)) = (&arguments.resume, &arguments.out) {
+            return Err(CliError::Branch {
+                resume: place.clone(),
+                out: out.clone(),
+            });
+        }
         let (folder, from) = match &arguments.resume {
             Some(place) => {
                 let (folder, from) = locate(place)?;

@@ -1,14 +1,25 @@
-//! The loader: order, batches, prefetch, resume.
+//! The loader: order, batches, shares of ranks, prefetch, resume.
 //!
 //! Epoch `e` of seed `s` visits the examples in the permutation that `Rng::at([s, e])` shuffles, and example
 //! `i` draws its augmentation from `Rng::at([s, e, i])`. A position is therefore two numbers, the epoch and
 //! the batch within it, and resuming is computing the permutation again and starting there.
+//!
+//! Ranks that train together have one order and one position: the loader of a rank goes through the batches
+//! of all of them, and prepares only its share of each ([`Loader::with_share`]). Since an example draws its
+//! random numbers by its own number, a share is the same whether or not the rest of the batch is prepared:
+//!
+//! ```text
+//!   order of the epoch   7 2 9 4 │ 0 5 3 8 │ ..
+//!   rank 0 of 2          7 2     │ 0 5     │ ..
+//!   rank 1 of 2              9 4 │     3 8 │ ..
+//! ```
 //!
 //! Batches are prepared on threads of their own ([`team`](super::team)), so that reading, decoding and
 //! augmenting overlap with the training step. Without them the caller's thread prepares each batch.
 //! The position is counted where batches are *taken*: what was prepared but not yet used does not count, and
 //! is prepared again after a resume.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -60,7 +71,8 @@ where
     }
 }
 
-/// A run's position in its data, and the identity of the data; small enough for every checkpoint.
+/// A run's position in its data, and the identity of the data; small enough for every checkpoint. All ranks
+/// that train together have the same, whatever their number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoaderState {
     /// The seed of order and augmentation.
@@ -69,17 +81,40 @@ pub struct LoaderState {
     pub epoch: u64,
     /// Batches taken of the current pass.
     pub batch: u64,
-    /// Examples a batch.
+    /// Examples a batch, of all ranks together.
     pub batch_size: u64,
     /// Examples in the dataset.
     pub examples: u64,
+}
+
+/// Which examples of each batch one of several ranks prepares: of `n` those from `rank * n / ranks` to
+/// `(rank + 1) * n / ranks`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Share {
+    /// The number of the rank, from 0.
+    pub rank: usize,
+    /// How many ranks train together.
+    pub ranks: usize,
+}
+
+impl Share {
+    /// All examples: the share of a rank that is alone.
+    pub const WHOLE: Self = Self { rank: 0, ranks: 1 };
+
+    /// The places of the share in a batch of so many examples.
+    fn of(self, examples: usize) -> Range<usize> {
+        let border = |rank: usize| examples * rank / self.ranks;
+        border(self.rank)..border(self.rank + 1)
+    }
 }
 
 /// Makes batches of a dataset.
 pub struct Loader<D, C> {
     dataset: Arc<D>,
     pub(super) collate: Arc<C>,
+    /// Examples of all ranks together.
     batch_size: usize,
+    share: Share,
     seed: u64,
     shuffle: bool,
     drop_last: bool,
@@ -106,6 +141,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             dataset: Arc::new(dataset),
             collate: Arc::new(collate),
             batch_size,
+            share: Share::WHOLE,
             seed: 0,
             shuffle: true,
             drop_last: true,
@@ -126,6 +162,22 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     /// Sets the seed of order and augmentation.
     pub fn with_seed(mut self, seed: u64) -> Self {
         self.seed = seed;
+        self
+    }
+
+    /// Prepares only the share of one of several ranks that train together, of batches whose size counts the
+    /// examples of all ranks. Other examples are neither read nor decoded; an error of one is its rank's.
+    ///
+    /// Order, positions and the random numbers of each example are those of whole batches. So the shares of
+    /// all ranks, one behind the other, are the batch of a loader without shares, and a position is one to
+    /// resume from on any number of ranks.
+    ///
+    /// A [`Collate`] sees the examples of the share alone, which matters where it makes something of all it
+    /// sees: a [`TextBatcher`](super::TextBatcher) with [`Padding::Longest`](crate::Padding::Longest) pads to
+    /// the longest text of the share, so that ranks have rows of different lengths. With
+    /// [`Padding::Fixed`](crate::Padding::Fixed) all have rows of one.
+    pub fn with_share(mut self, share: Share) -> Self {
+        self.share = share;
         self
     }
 
@@ -190,7 +242,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     /// Starts at the first batch.
     ///
     /// # Errors
-    /// [`DataError::Setting`] if no epoch would have a batch.
+    /// [`DataError::Setting`] if no epoch would have a batch, or a batch no example for some rank.
     pub fn start(&self) -> Result<Batches<C::Batch>, DataError> {
         self.resume(self.start_state())
     }
@@ -199,8 +251,8 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
     ///
     /// # Errors
     /// [`DataError::Resume`] if the state is of other data, another batch size or another seed;
-    /// [`DataError::Setting`] if no epoch would have a batch; [`DataError::Worker`] if a thread cannot be
-    /// started.
+    /// [`DataError::Setting`] if no epoch would have a batch, or a batch no example for some rank;
+    /// [`DataError::Worker`] if a thread cannot be started.
     pub fn resume(&self, mut state: LoaderState) -> Result<Batches<C::Batch>, DataError> {
         let per_epoch = self.batches_per_epoch() as u64;
         if per_epoch == 0 {
@@ -215,6 +267,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
                 }
             )));
         }
+        self.check_share()?;
         let now = self.start_state();
         let same = [
             ("seed", state.seed, now.seed),
@@ -258,6 +311,28 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
         })
     }
 
+    /// Makes sure that each rank has an example of each batch. All ranks find the same, whatever their own
+    /// share, so that none goes on without the others.
+    fn check_share(&self) -> Result<(), DataError> {
+        let Share { rank, ranks } = self.share;
+        if rank >= ranks {
+            return Err(DataError::Setting(format!(
+                "rank {rank} is none of {ranks} ranks; they are counted from 0"
+            )));
+        }
+        let last = self.dataset.len() % self.batch_size;
+        let smallest = match self.drop_last || last == 0 {
+            true => self.batch_size,
+            false => last,
+        };
+        match smallest >= ranks {
+            true => Ok(()),
+            false => Err(DataError::Setting(format!(
+                "a batch of {smallest} examples does not give each of {ranks} ranks one"
+            ))),
+        }
+    }
+
     /// Example `index` as epoch `epoch` augments it.
     pub(super) fn item(&self, epoch: u64, index: usize) -> Result<D::Item, DataError> {
         let mut rng = Rng::at(&[self.seed, epoch, index as u64]);
@@ -292,7 +367,7 @@ pub(super) struct Plan {
 }
 
 impl Plan {
-    /// The epoch and the examples of the next batch; `None` after the last epoch.
+    /// The epoch and this rank's examples of the next batch; `None` after the last epoch.
     pub(super) fn next<D, C>(&mut self, loader: &Loader<D, C>) -> Option<(u64, Vec<usize>)>
     where
         D: Dataset,
@@ -310,7 +385,7 @@ impl Plan {
         let to = (from + loader.batch_size).min(order.len());
         self.state.batch += 1;
         normalise(&mut self.state, self.per_epoch);
-        Some((epoch, order[from..to].to_vec()))
+        Some((epoch, order[from..to][loader.share.of(to - from)].to_vec()))
     }
 }
 

@@ -6,7 +6,8 @@
 //!
 //! A [`Dataset`] answers "example number `i`", with random numbers handed in for augmentation. A [`Loader`]
 //! decides which numbers come when. Nothing depends on time, threads or hash order: the same seed gives the
-//! same batches, bit for bit, and a run that stopped after batch `n` goes on with batch `n + 1`.
+//! same batches, bit for bit, and a run that stopped after batch `n` goes on with batch `n + 1`. Of ranks that
+//! train together each prepares its [`Share`] of a batch, and the shares are the batch, bit for bit.
 //!
 //! | Source | Type | Batch |
 //! | --- | --- | --- |
@@ -41,7 +42,7 @@ pub use corpus::{Corpus, CorpusOptions, Document, LeftOut};
 pub use encoded::{Encoded, EncodedBatch, EncodedExample, EncodedImages, first_jpeg};
 pub use error::DataError;
 pub use folder::ImageFolder;
-pub use loader::{Batches, Collate, Dataset, Loader, LoaderState};
+pub use loader::{Batches, Collate, Dataset, Loader, LoaderState, Share};
 pub use rng::Rng;
 pub use shapes::Shapes;
 pub use stream::{TokenStream, TokenWindows, WindowBatch, WindowBatcher};

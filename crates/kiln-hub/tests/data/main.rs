@@ -1,6 +1,7 @@
-//! Order, prefetch, resume, and what each kind of data means.
+//! Order, prefetch, resume, shares of ranks, and what each kind of data means.
 
 mod files;
 mod images;
 mod loader;
+mod shares;
 mod text;
