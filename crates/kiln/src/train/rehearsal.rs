@@ -23,9 +23,9 @@ use burn_tensor::{DType, Tensor};
 use kiln_burn::record::{Recorded, exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
-use super::TrainBackend;
 use super::places::{tensors_of, with_state};
 use super::shadow::{Shadow, ShadowOptimizer, is_blind_to_shapes, without_state};
+use super::{TrainBackend, Trained};
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
 pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
@@ -269,7 +269,7 @@ const SAMPLE_RATE: LearningRate = 1e-3;
 
 /// Runs the optimizer on all parameters of a shadow in a rehearsal, with gradients that have no elements.
 pub(super) fn rehearse_shadow<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
-    shadow: &mut Option<(Box<Shadow<B>>, ShadowOptimizer<B, O>)>,
+    shadow: &mut Option<Trained<B, Shadow<B>, O>>,
     lr: LearningRate,
 ) -> Option<((), Recorded)> {
     rehearse(|| {
