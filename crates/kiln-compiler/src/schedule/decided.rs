@@ -150,7 +150,7 @@ fn decides(op: &Op, place: usize, is_short: bool) -> bool {
         Op::Gather { .. } | Op::IndexSelect { .. } => place > 0,
         Op::Cast(to) => !to.is_float(),
         Op::Reduce { .. } => false,
-        op => !op.is_movement(),
+        op => !op.is_movement() && !op.is_contraction(),
     }
 }
 
@@ -199,5 +199,37 @@ mod tests {
         assert_eq!(decided("reduce max %w {axes=[1]} : f32[64]"), 2);
         assert_eq!(decided("mul %w, %d : f32[64,48]"), 0);
         assert_eq!(decided("reduce sum %w {axes=[1]} : f32[64]"), 0);
+    }
+
+    /// What a product reads is not the nest's behind it, and decides nothing.
+    #[test]
+    fn products_decide_nothing_for_the_nests_behind_them() {
+        let graph = Graph::parse(
+            "graph @layers {
+  %x = parameter 0 : f32[64,48]
+  %u = parameter 1 : f32[48,32]
+  %v = parameter 2 : f32[32,16]
+  %b = parameter 3 : f32[64,16]
+  %h = dot_general %x, %u {a_contract=[1], b_contract=[0]} : f32[64,32]
+  %e = exp %h : f32[64,32]
+  %p = dot_general %e, %v {a_contract=[1], b_contract=[0]} : f32[64,16]
+  %s = add %p, %b : f32[64,16]
+  %y = cast %s : bf16[64,16]
+  return %y
+}",
+        )
+        .unwrap();
+        let schedule = schedule(&graph, &Options::default(), &POLICY);
+        let nests: Vec<_> = schedule.kernels.iter().flat_map(|it| it.nests()).collect();
+        let text = schedule.to_text(&graph);
+        let last = graph.value(graph.outputs[0].value).node;
+        let behind = nests.iter().find(|nest| nest.members.contains(&last)).unwrap();
+        let computed: Vec<_> = behind
+            .computed(&graph)
+            .iter()
+            .map(|&node| graph.node(node).op.name())
+            .collect();
+        assert_eq!(computed, ["dot_general", "add", "cast"], "{text}");
+        assert!(nests.iter().all(|nest| nest.decided.is_empty()), "{text}");
     }
 }

@@ -190,7 +190,8 @@ impl Nest {
     }
 
     /// All operations that are evaluated here, in program order: the members and, between these and what is
-    /// loaded, those that no kernel owns, such as movements.
+    /// loaded, those that no kernel owns, such as movements. A product before the nest is one of them; its
+    /// operands are not the nest's.
     pub fn computed(&self, graph: &Graph) -> Vec<Node> {
         let loaded: FxHashSet<Value> = self.uses.iter().map(|(value, _)| *value).collect();
         let mut found: FxHashSet<Node> = self.members.iter().copied().collect();
@@ -203,11 +204,11 @@ impl Nest {
                 .filter(|&node| found.insert(node)),
         );
         while let Some(node) = next.pop() {
-            let operands = graph
-                .node(node)
-                .inputs
-                .iter()
-                .filter(|value| !loaded.contains(value));
+            let data = graph.node(node);
+            if data.op.is_contraction() {
+                continue;
+            }
+            let operands = data.inputs.iter().filter(|value| !loaded.contains(value));
             next.extend(
                 operands
                     .map(|&value| graph.value(value).node)

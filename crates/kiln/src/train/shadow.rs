@@ -10,7 +10,7 @@ use std::collections::HashSet;
 use burn_core as burn;
 use burn_core::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
 use burn_optim::adaptor::OptimizerAdaptor;
-use burn_optim::{AdaGrad, Adam, AdamW, GradientsParams, RmsProp, Sgd, SimpleOptimizer};
+use burn_optim::{Adam, AdamW, GradientsParams, RmsProp, Sgd, SimpleOptimizer};
 use burn_tensor::backend::Backend;
 use burn_tensor::{DType, Tensor};
 use kiln_burn::Kiln;
@@ -20,6 +20,7 @@ use super::TrainBackend;
 /// Parameters by rank. They are visited in this order, those of one rank as they came.
 #[derive(Module, Debug)]
 pub(super) struct Shadow<B: Backend> {
+    rank0: Vec<Param<Tensor<B, 0>>>,
     rank1: Vec<Param<Tensor<B, 1>>>,
     rank2: Vec<Param<Tensor<B, 2>>>,
     rank3: Vec<Param<Tensor<B, 3>>>,
@@ -37,7 +38,7 @@ pub(super) type ShadowOptimizer<B, O> = OptimizerAdaptor<O, Shadow<B>, B>;
 macro_rules! each_rank {
     ($shadow:expr, |$params:ident, $rank:ident| $body:expr) => {
         each_rank!(@ $shadow, $params, $rank, $body,
-            rank1 1, rank2 2, rank3 3, rank4 4, rank5 5, rank6 6, rank7 7, rank8 8)
+            rank0 0, rank1 1, rank2 2, rank3 3, rank4 4, rank5 5, rank6 6, rank7 7, rank8 8)
     };
     (@ $shadow:expr, $params:ident, $rank:ident, $body:expr, $($field:ident $number:literal),*) => {
         $({
@@ -63,6 +64,7 @@ impl<B: TrainBackend> Shadow<B> {
 
     fn empty() -> Self {
         Self {
+            rank0: Vec::new(),
             rank1: Vec::new(),
             rank2: Vec::new(),
             rank3: Vec::new(),
@@ -84,6 +86,7 @@ impl<B: TrainBackend> Shadow<B> {
             params.iter().filter(is_one).cloned().collect()
         }
         Self {
+            rank0: some(&self.rank0, parameters),
             rank1: some(&self.rank1, parameters),
             rank2: some(&self.rank2, parameters),
             rank3: some(&self.rank3, parameters),
@@ -141,11 +144,11 @@ impl<B: TrainBackend> ModuleVisitor<B> for Collector<B> {
                         let tensor = Tensor::from_primitive(empty);
                         self.shadow.$field.push(Param::initialized(param.id, tensor));
                     })*
-                    _ => unreachable!("records of optimizers have ranks of 1 to 8"),
+                    _ => unreachable!("records of optimizers have ranks of 0 to 8"),
                 }
             };
         }
-        push!(1 rank1, 2 rank2, 3 rank3, 4 rank4, 5 rank5, 6 rank6, 7 rank7, 8 rank8);
+        push!(0 rank0, 1 rank1, 2 rank2, 3 rank3, 4 rank4, 5 rank5, 6 rank6, 7 rank7, 8 rank8);
     }
 }
 
@@ -165,12 +168,13 @@ where
 }
 
 /// Whether the numbers of the optimizer's host code are known to depend on learning rate, settings and the state's
-/// own numbers alone, and not on a parameter's shape: so it is for these of burn-optim, by their source.
+/// own numbers alone, and not on a parameter's shape: so it is for these of burn-optim, by their source. (It is for
+/// AdaGrad, too. But by default its numbers are the same at each call, so that they do not tell parameters apart that
+/// were trained from different calls on, and it counts the calls.)
 pub(super) fn is_blind_to_shapes<O>() -> bool {
     [
         TypeId::of::<Adam>(),
         TypeId::of::<AdamW>(),
-        TypeId::of::<AdaGrad>(),
         TypeId::of::<RmsProp>(),
         TypeId::of::<Sgd<Kiln>>(),
     ]
