@@ -220,6 +220,11 @@ fn a_resumed_run_stays_in_its_folder() {
         "{error}"
     );
     assert_eq!(place.checkpoints("run"), ["step-00000004"]);
+    // Its own folder, however it is written.
+    for from in ["run", "run/checkpoints/step-00000004"] {
+        place.ok(&["train", "--resume", from, "--out", "./run/", "--steps", "4"]);
+    }
+    assert_eq!(names(&place, "run/checkpoints"), ["step-00000004"]);
     // The remedy.
     let copied = Command::new("cp")
         .args(["-r", "run", "other"])
@@ -614,6 +619,15 @@ fn names(place: &Place, folder: &str) -> Vec<String> {
     names
 }
 
+/// The files in a folder of a run, in order.
+fn files(place: &Place, folder: &str) -> Vec<(String, Vec<u8>)> {
+    let read = |name: String| {
+        let bytes = std::fs::read(place.path(folder).join(&name)).unwrap();
+        (name, bytes)
+    };
+    names(place, folder).into_iter().map(read).collect()
+}
+
 #[test]
 fn checkpoints_of_an_abandoned_line_are_set_aside() {
     let place = new_place();
@@ -929,7 +943,7 @@ fn an_evaluation_is_of_the_data_that_the_config_names() {
     place.write("b.txt", &"0123456789\n".repeat(90));
     let path = place.path("run/config.toml");
     let config = std::fs::read_to_string(&path).unwrap();
-    let files = names(&place, "run/data");
+    let before = files(&place, "run/data");
     let own = evaluated(&place, "run");
     let of = |file: &str| {
         let other = config.replace(
@@ -943,9 +957,8 @@ fn an_evaluation_is_of_the_data_that_the_config_names() {
     let [a, b] = ["a.txt", "b.txt"].map(of);
     assert!(a != own && a != b, "{own} {a} {b}");
     assert_eq!(of("a.txt"), a);
-    assert_eq!(
-        names(&place, "run/data"),
-        files,
+    assert!(
+        files(&place, "run/data") == before,
         "the run's folder stays as it is"
     );
     std::fs::write(&path, &config).unwrap();
@@ -1438,12 +1451,16 @@ fn a_run_is_exported() {
     place.ok(&["train", "--config", "small.toml", "--out", "run", "--steps", "8"]);
     let log = std::fs::read(place.path("run/log.jsonl")).unwrap();
     // What the run has prepared is all that a resumption needs.
-    let files = names(&place, "run");
     std::fs::remove_file(place.path("corpus.txt")).unwrap();
+    // Nor the tokenizer, which the checkpoint has, and which a resumption would put back.
+    std::fs::remove_file(place.path("run/data/tokenizer.json")).unwrap();
+    let data = files(&place, "run/data");
+    let all = names(&place, "run");
     let text = place.ok(&["export", "--run", "run", "--out", "exported"]);
     assert!(text.contains("after step 10"), "{text}");
     assert_eq!(std::fs::read(place.path("run/log.jsonl")).unwrap(), log);
-    assert_eq!(names(&place, "run"), files);
+    assert_eq!(names(&place, "run"), all);
+    assert!(files(&place, "run/data") == data);
     for name in ["step.so", "step.h", "state.safetensors", "README.md"] {
         assert!(place.path("exported").join(name).exists(), "{name}");
     }

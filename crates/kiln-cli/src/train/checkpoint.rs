@@ -18,8 +18,8 @@
 //! under `step-N` is whole, whenever the program is killed. Checksums tell a damaged disk or a half-copied
 //! folder from a checkpoint.
 
-use std::fs::File;
-use std::io::Read;
+use std::fs::{File, FileType};
+use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -43,6 +43,15 @@ pub struct Checkpoints {
     run: PathBuf,
     folder: PathBuf,
     abandoned: PathBuf,
+}
+
+/// What was set aside.
+#[derive(Debug, Default)]
+pub struct Aside {
+    /// Where the checkpoints are now, oldest first.
+    pub moved: Vec<PathBuf>,
+    /// Whether one of them took the run's log along.
+    pub took_log: bool,
 }
 
 impl Checkpoints {
@@ -105,30 +114,67 @@ impl Checkpoints {
 
     /// Moves the checkpoints that a run on `line` goes on without out of the way: those from `step` on, and
     /// those of another line. They are neither the newest nor to be counted any more. Each takes the run's
-    /// log along, which is about to be cut. Returns where they are now, oldest first.
+    /// log along, which is about to be cut, unless it has that of another line.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`] or [`CliError::Hub`].
-    pub fn set_aside(&self, step: u64, line: &Line) -> Result<Vec<PathBuf>, CliError> {
+    pub fn set_aside(&self, step: u64, line: &Line) -> Result<Aside, CliError> {
         let is_other = |path: &PathBuf| step_of(path).is_some_and(|found| found >= step) || !line.holds(path);
         let others: Vec<PathBuf> = self.list().into_iter().filter(is_other).collect();
-        let mut moved = Vec::new();
+        let mut aside = Aside::default();
         // The newest first: until the last one is moved, the newest is of the old line, as before.
         for path in others.into_iter().rev() {
             std::fs::create_dir_all(&self.abandoned).map_err(CliError::io("create", &self.abandoned))?;
-            line.copy_log(&self.run, &path)?;
+            aside.took_log |= line.copy_log(&self.run, &path)?;
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let target = free_name(&self.abandoned, &name, "");
-            std::fs::rename(&path, &target).map_err(CliError::io("move a checkpoint to", &target))?;
-            moved.push(target);
+            match std::fs::rename(&path, &target) {
+                // `checkpoints` may be a link to another disk.
+                Err(error) if error.kind() == ErrorKind::CrossesDevices => self.carry(&path, &target)?,
+                renamed => renamed.map_err(CliError::io("move a checkpoint to", &target))?,
+            }
+            aside.moved.push(target);
         }
-        moved.reverse();
-        Ok(moved)
+        aside.moved.reverse();
+        Ok(aside)
+    }
+
+    /// Moves a checkpoint to another disk. It is whole in one of the two places at any time.
+    fn carry(&self, path: &Path, target: &Path) -> Result<(), CliError> {
+        let copy = unfinished_in(&self.abandoned)?;
+        copy_folder(path, copy.path())?;
+        rename_unfinished(copy, target)?;
+        let left = self.unfinished()?;
+        std::fs::rename(path, left.path().join("moved")).map_err(CliError::io("remove", path))?;
+        left.close().map_err(CliError::io("remove", path))
+    }
+
+    /// Makes the checkpoint `from`, of `step` on `line`, the one that a later resume finds, and sets aside
+    /// what the run goes on without; without a checkpoint the run begins, and that is everything. Returns
+    /// where the checkpoint is now.
+    ///
+    /// # Errors
+    ///
+    /// As [`Self::take`].
+    pub fn go_on_from(
+        &self,
+        from: Option<&Path>,
+        step: u64,
+        line: &Line,
+    ) -> Result<(Option<PathBuf>, Aside), CliError> {
+        match from {
+            Some(from) if !self.holds(from, step) => {
+                let (copy, aside) = self.take(from, step, line)?;
+                Ok((Some(copy), aside))
+            }
+            Some(from) => Ok((Some(from.to_path_buf()), self.set_aside(step + 1, line)?)),
+            None => Ok((None, self.set_aside(0, line)?)),
+        }
     }
 
     /// Makes `source`, a checkpoint of `step` on `line` that lies elsewhere, the newest: copies it, and sets
-    /// others aside, its own step's too. Returns the copy, and where those set aside are now.
+    /// others aside, its own step's too. Returns the copy.
     ///
     /// The copy is whole before another checkpoint is moved, and `source` stays where it is, unless it is one
     /// of those set aside. A log that it has is copied too: it says which line the copy is of, if the program
@@ -137,25 +183,11 @@ impl Checkpoints {
     /// # Errors
     ///
     /// [`CliError::Io`]; if the copy cannot be written, all checkpoints are where they were.
-    pub fn take(&self, source: &Path, step: u64, line: &Line) -> Result<(PathBuf, Vec<PathBuf>), CliError> {
+    pub fn take(&self, source: &Path, step: u64, line: &Line) -> Result<(PathBuf, Aside), CliError> {
         let unfinished = self.unfinished()?;
-        let list = || CliError::io("list", source);
-        for entry in std::fs::read_dir(source).map_err(list())? {
-            let from = entry.map_err(list())?.path();
-            if !from.is_file() {
-                continue;
-            }
-            let to = unfinished.path().join(from.file_name().unwrap_or_default());
-            std::fs::copy(&from, &to)
-                .and_then(|_| File::open(&to)?.sync_all())
-                .map_err(CliError::io("copy to", &to))?;
-        }
-        // The names in it, too; not every file system can.
-        if let Ok(folder) = File::open(unfinished.path()) {
-            let _ = folder.sync_all();
-        }
-        let moved = self.set_aside(step, line)?;
-        Ok((self.name(unfinished, step)?, moved))
+        copy_files(source, unfinished.path())?;
+        let aside = self.set_aside(step, line)?;
+        Ok((self.name(unfinished, step)?, aside))
     }
 
     /// Writes a checkpoint; `write` puts the model into the folder it is given. Returns the folder.
@@ -192,10 +224,7 @@ impl Checkpoints {
     /// A folder for a checkpoint that is being written.
     fn unfinished(&self) -> Result<tempfile::TempDir, CliError> {
         std::fs::create_dir_all(&self.folder).map_err(CliError::io("create", &self.folder))?;
-        tempfile::Builder::new()
-            .prefix(UNFINISHED)
-            .tempdir_in(&self.folder)
-            .map_err(CliError::io("create a folder in", &self.folder))
+        unfinished_in(&self.folder)
     }
 
     /// Gives a whole checkpoint its name.
@@ -205,13 +234,7 @@ impl Checkpoints {
             // The same step again, after a resume from an older checkpoint: the same contents.
             std::fs::remove_dir_all(&target).map_err(CliError::io("replace", &target))?;
         }
-        let unfinished = unfinished.keep();
-        make_readable(&unfinished).map_err(CliError::io("set the permissions of", &unfinished))?;
-        std::fs::rename(&unfinished, &target).map_err(CliError::io("rename a folder to", &target))?;
-        // The folder's own entry, so that the name outlives a power loss; not every file system can.
-        if let Ok(folder) = File::open(&self.folder) {
-            let _ = folder.sync_all();
-        }
+        rename_unfinished(unfinished, &target)?;
         Ok(target)
     }
 
@@ -229,8 +252,66 @@ impl Checkpoints {
     /// Removes folders that a killed program left unfinished, at least `age` ago: nothing for the one process
     /// that trains here, and longer than a checkpoint takes where there may be others.
     pub fn remove_unfinished(&self, age: Duration) {
-        remove_left_over(&self.folder, UNFINISHED, age);
+        for folder in [&self.folder, &self.abandoned] {
+            remove_left_over(folder, UNFINISHED, FileType::is_dir, age);
+        }
     }
+}
+
+/// A folder in `folder` for a checkpoint that is being written.
+fn unfinished_in(folder: &Path) -> Result<tempfile::TempDir, CliError> {
+    tempfile::Builder::new()
+        .prefix(UNFINISHED)
+        .tempdir_in(folder)
+        .map_err(CliError::io("create a folder in", folder))
+}
+
+/// Gives what was written its name, which nothing has.
+fn rename_unfinished(unfinished: tempfile::TempDir, target: &Path) -> Result<(), CliError> {
+    let unfinished = unfinished.keep();
+    make_readable(&unfinished).map_err(CliError::io("set the permissions of", &unfinished))?;
+    std::fs::rename(&unfinished, target).map_err(CliError::io("rename a folder to", target))?;
+    // The entry in the folder above, so that the name outlives a power loss.
+    flush_folder(target.parent().unwrap_or(target));
+    Ok(())
+}
+
+/// Flushes the names in a folder to the disk; not every file system can.
+fn flush_folder(folder: &Path) {
+    if let Ok(folder) = File::open(folder) {
+        let _ = folder.sync_all();
+    }
+}
+
+/// Copies the files of a folder into another one, and flushes them to the disk.
+fn copy_files(source: &Path, target: &Path) -> Result<(), CliError> {
+    let list = || CliError::io("list", source);
+    for entry in std::fs::read_dir(source).map_err(list())? {
+        let from = entry.map_err(list())?.path();
+        if !from.is_file() {
+            continue;
+        }
+        let to = target.join(from.file_name().unwrap_or_default());
+        std::fs::copy(&from, &to)
+            .and_then(|_| File::open(&to)?.sync_all())
+            .map_err(CliError::io("copy to", &to))?;
+    }
+    flush_folder(target);
+    Ok(())
+}
+
+/// Copies a folder with everything that somebody has put into it.
+fn copy_folder(source: &Path, target: &Path) -> Result<(), CliError> {
+    let list = || CliError::io("list", source);
+    for entry in std::fs::read_dir(source).map_err(list())? {
+        let entry = entry.map_err(list())?;
+        if entry.file_type().map_err(list())?.is_dir() {
+            let to = target.join(entry.file_name());
+            std::fs::create_dir(&to).map_err(CliError::io("create", &to))?;
+            copy_folder(&entry.path(), &to)?;
+        }
+    }
+    copy_files(source, target)
 }
 
 /// The name of the checkpoint of a step.
@@ -385,10 +466,10 @@ mod tests {
         }
         let abandoned = run.path().join(ABANDONED);
         assert_eq!(
-            checkpoints.set_aside(11, &own()).unwrap(),
+            checkpoints.set_aside(11, &own()).unwrap().moved,
             ["step-00000020", "step-00000030"].map(|name| abandoned.join(name))
         );
-        assert!(checkpoints.set_aside(11, &own()).unwrap().is_empty());
+        assert!(checkpoints.set_aside(11, &own()).unwrap().moved.is_empty());
         let first = write(&checkpoints, 20, 9);
         assert_eq!(checkpoints.last(), Some(first));
         checkpoints.set_aside(11, &own()).unwrap();
@@ -411,8 +492,8 @@ mod tests {
         write(&checkpoints, 20, 9);
         let state = |path: &Path| std::fs::read(path.join(STATE)).unwrap();
         let source = abandoned.join("step-00000020");
-        let (copy, moved) = checkpoints.take(&source, 20, &own()).unwrap();
-        assert_eq!(moved, [abandoned.join("step-00000020-2")]);
+        let (copy, aside) = checkpoints.take(&source, 20, &own()).unwrap();
+        assert_eq!(aside.moved, [abandoned.join("step-00000020-2")]);
         assert_eq!(checkpoints.last().as_deref(), Some(&*copy));
         assert!(read_state(&copy).is_ok() && state(&copy) == state(&source));
         // A source that cannot be copied, here for want of a file, leaves everything where it is.
@@ -426,6 +507,29 @@ mod tests {
         );
     }
 
+    /// Memory is another disk than that of a temporary folder, where there are both.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn checkpoints_on_another_disk_are_set_aside() {
+        let Ok(disk) = tempfile::tempdir_in("/dev/shm") else {
+            return;
+        };
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        std::os::unix::fs::symlink(disk.path(), checkpoints.folder()).unwrap();
+        let written = write(&checkpoints, 10, 9);
+        std::fs::create_dir(written.join("notes")).unwrap();
+        std::fs::write(written.join("notes/a"), "of mine").unwrap();
+        let state = std::fs::read(written.join(STATE)).unwrap();
+        let moved = checkpoints.set_aside(0, &own()).unwrap().moved;
+        assert_eq!(moved, [checkpoints.abandoned().join("step-00000010")]);
+        assert!(read_state(&moved[0]).is_ok());
+        assert_eq!(std::fs::read(moved[0].join(STATE)).unwrap(), state);
+        assert_eq!(std::fs::read(moved[0].join("notes/a")).unwrap(), b"of mine");
+        assert!(names(disk.path()).is_empty());
+        assert_eq!(names(checkpoints.abandoned()), ["step-00000010"]);
+    }
+
     #[test]
     fn a_checkpoint_before_a_step_is_the_newest_of_those() {
         let run = tempfile::tempdir().unwrap();
@@ -435,8 +539,8 @@ mod tests {
         assert_eq!(checkpoints.before(20), Some(first));
         assert_eq!(checkpoints.before(10), None);
         assert!(checkpoints.list_abandoned().is_empty());
-        let moved = checkpoints.set_aside(0, &own()).unwrap();
-        assert_eq!(checkpoints.list_abandoned(), moved);
+        let aside = checkpoints.set_aside(0, &own()).unwrap();
+        assert_eq!(checkpoints.list_abandoned(), aside.moved);
     }
 
     #[test]
@@ -468,18 +572,20 @@ mod tests {
         let run = tempfile::tempdir().unwrap();
         let checkpoints = Checkpoints::of(run.path());
         let folder = |name: &str, age: Duration| {
-            let folder = run.path().join("checkpoints").join(name);
+            let folder = run.path().join(name);
             std::fs::create_dir_all(&folder).unwrap();
             let changed = std::time::SystemTime::now() - age;
             File::open(folder).unwrap().set_modified(changed).unwrap();
         };
         let day = Duration::from_secs(24 * 60 * 60);
-        folder(".writing-old", 2 * day);
-        folder(".writing-now", Duration::ZERO);
-        folder("step-00000001", 2 * day);
+        folder("abandoned/.writing-old", 2 * day);
+        folder("checkpoints/.writing-old", 2 * day);
+        folder("checkpoints/.writing-now", Duration::ZERO);
+        folder("checkpoints/step-00000001", 2 * day);
         let left = || names(&run.path().join("checkpoints"));
         checkpoints.remove_unfinished(day);
         assert_eq!(left(), [".writing-now", "step-00000001"]);
+        assert!(names(&run.path().join(ABANDONED)).is_empty());
         checkpoints.remove_unfinished(Duration::ZERO);
         assert_eq!(left(), ["step-00000001"]);
     }

@@ -1,9 +1,9 @@
 //! The folder of a run belongs to one process at a time: two would delete each other's files.
 
-use std::fs::{File, OpenOptions, TryLockError};
+use std::fs::{File, FileType, OpenOptions, TryLockError};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use super::checkpoint::Checkpoints;
 use super::place::locate;
@@ -93,7 +93,7 @@ impl Claim {
             checkpoints.abandoned().to_path_buf(),
         ]);
         for folder in folders {
-            remove_left_over(&folder, kiln_hub::TEMPORARY, age);
+            remove_left_over(&folder, kiln_hub::TEMPORARY, FileType::is_file, age);
         }
     }
 
@@ -117,12 +117,16 @@ impl Claim {
             Err(error) if error.kind() == ErrorKind::AlreadyExists => false,
             Err(error) => return Err(CliError::io("create", folder)(error)),
         };
+        let was_claimed = folder.join(LOCK).exists();
         let claim = Self::lock(folder, made, Duration::ZERO)?;
         // Again, now that nobody else can begin one.
         if occupied() {
             return Ok(None);
         }
-        claim.sweep();
+        // In a folder that never was a run's, such names are somebody else's.
+        if was_claimed {
+            claim.sweep();
+        }
         Ok(Some(claim))
     }
 
@@ -163,15 +167,18 @@ impl Claim {
     }
 }
 
-/// Removes files and folders whose names begin with `prefix` and that nobody has changed for `age`.
-pub(super) fn remove_left_over(folder: &Path, prefix: &str, age: Duration) {
+/// Removes what `is_kind`, files or folders, has a name that begins with `prefix`, and was not changed by
+/// anybody for `age`.
+pub(super) fn remove_left_over(folder: &Path, prefix: &str, is_kind: fn(&FileType) -> bool, age: Duration) {
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     for entry in entries.filter(|entry| entry.file_name().to_string_lossy().starts_with(prefix)) {
         let path = entry.path();
-        let changed = std::fs::metadata(&path).and_then(|found| found.modified());
+        // Of a link its own: what it leads to is not the program's.
+        let Ok(found) = entry.metadata() else { continue };
         // A clock that was set back makes a file of the future.
-        if changed.is_ok_and(|changed| changed.elapsed().unwrap_or_default() >= age) {
-            let _ = match path.is_dir() {
+        let is_old = |changed: SystemTime| changed.elapsed().unwrap_or_default() >= age;
+        if is_kind(&found.file_type()) && found.modified().is_ok_and(is_old) {
+            let _ = match found.is_dir() {
                 true => std::fs::remove_dir_all(&path),
                 false => std::fs::remove_file(&path),
             };
@@ -214,6 +221,21 @@ mod tests {
         assert!(matches!(error, CliError::Occupied { .. }), "{error}");
         let claim = Claim::resume(&folder, None, &folder).unwrap();
         assert!(claim.folder() == folder && !unfinished.exists() && !half.exists());
+    }
+
+    #[test]
+    fn what_is_not_of_a_run_stays() {
+        let place = tempfile::tempdir().unwrap();
+        let at = |name: &str| place.path().join(name);
+        std::fs::create_dir_all(at(".tmp-backup/deep")).unwrap();
+        std::fs::create_dir_all(at("checkpoints/.writing-x")).unwrap();
+        std::fs::write(at(".tmp-notes"), "").unwrap();
+        drop(Claim::start(Some(place.path()), "").unwrap());
+        assert!(at(".tmp-notes").exists() && at("checkpoints/.writing-x").exists());
+        // From now on it is the folder of a run. A run has no folders of such a name.
+        drop(Claim::start(Some(place.path()), "").unwrap());
+        assert!(!at(".tmp-notes").exists() && !at("checkpoints/.writing-x").exists());
+        assert!(at(".tmp-backup/deep").exists());
     }
 
     #[test]

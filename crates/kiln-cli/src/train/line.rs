@@ -30,6 +30,9 @@ pub struct Line {
     log: Vec<Entry>,
     /// The log of the line, if the run has been on another one.
     other: Option<Vec<Entry>>,
+    /// The last step of both lines, if the log of the line is of an earlier version, and need not name the
+    /// checkpoints until then.
+    shared: u64,
 }
 
 impl Line {
@@ -44,29 +47,34 @@ impl Line {
             Some((from, entry)) if !log.contains(&entry) => other_log(run, from, &entry)?,
             _ => None,
         };
-        Ok(Self { log, other })
+        let unnamed = other.as_ref().filter(|other| !other.contains(&Entry::Start));
+        let shared = unnamed.map_or(0, |other| last_shared(&log, other));
+        Ok(Self { log, other, shared })
     }
 
     /// Whether a checkpoint of the run is of this line. Where the run stays on its line all are: logs of
     /// earlier versions do not name them.
     pub fn holds(&self, checkpoint: &Path) -> bool {
-        let holds = |log: &Vec<Entry>| entry_of(checkpoint).is_some_and(|entry| log.contains(&entry));
+        let holds = |log: &Vec<Entry>| {
+            entry_of(checkpoint).is_some_and(|entry| entry.step() <= self.shared || log.contains(&entry))
+        };
         self.other.as_ref().is_none_or(holds)
     }
 
     /// Copies the log of the run in `run` into the folder of a checkpoint that is about to be set aside. A
-    /// copy that the checkpoint has stays, if it is of another line.
+    /// copy that the checkpoint has stays, if it is of another line. Returns whether the log was copied.
     ///
     /// # Errors
     ///
     /// [`CliError::Io`] or [`CliError::Hub`].
-    pub fn copy_log(&self, run: &Path, checkpoint: &Path) -> Result<(), CliError> {
+    pub fn copy_log(&self, run: &Path, checkpoint: &Path) -> Result<bool, CliError> {
         let copy = checkpoint.join(LOG);
         let is_of_it = || entry_of(checkpoint).is_some_and(|entry| self.log.contains(&entry));
         if self.log.is_empty() || (copy.exists() && !is_of_it()) {
-            return Ok(());
+            return Ok(false);
         }
-        copy_file(&run.join(LOG), &copy)
+        copy_file(&run.join(LOG), &copy)?;
+        Ok(true)
     }
 
     /// Makes the log of the run in `run` that of this line until `step`, with the checkpoint `from` as its
@@ -130,6 +138,24 @@ fn other_log(run: &Path, from: &Path, entry: &Entry) -> Result<Option<Vec<Entry>
         }
     }
     Ok(None)
+}
+
+/// The last step until which two logs have the same lines, those of checkpoints aside.
+fn last_shared(one: &[Entry], other: &[Entry]) -> u64 {
+    // A log that is read and written again may round its long numbers otherwise.
+    let key = |entry: &Entry| match *entry {
+        Entry::Start | Entry::Checkpoint { .. } => None,
+        Entry::Step {
+            step, loss, seconds, ..
+        } => Some((step, loss, Some(seconds as f32))),
+        Entry::Evaluation { step, loss, .. } => Some((step, loss, None)),
+    };
+    let is_same = |one: f32, other: f32| one == other || (one.is_nan() && other.is_nan());
+    let pairs = one.iter().filter_map(key).zip(other.iter().filter_map(key));
+    pairs
+        .take_while(|(one, other)| one.0 == other.0 && is_same(one.1, other.1) && one.2 == other.2)
+        .last()
+        .map_or(0, |((step, ..), _)| step)
 }
 
 fn copy_file(from: &Path, to: &Path) -> Result<(), CliError> {
@@ -197,23 +223,16 @@ mod tests {
             if parts == 0 {
                 return None;
             }
-            let (from, moved) = match from {
-                Some(from) if !checkpoints.holds(from, step) => {
-                    if parts == 1 {
-                        checkpoints.set_aside(step, &line).unwrap();
-                        return None;
-                    }
-                    let (copy, moved) = checkpoints.take(from, step, &line).unwrap();
-                    (Some(copy), moved)
-                }
-                Some(from) => (
-                    Some(from.to_path_buf()),
-                    checkpoints.set_aside(step + 1, &line).unwrap(),
-                ),
-                None => (None, checkpoints.set_aside(0, &line).unwrap()),
-            };
+            if let Some(from) = from
+                && parts == 1
+                && !checkpoints.holds(from, step)
+            {
+                checkpoints.set_aside(step, &line).unwrap();
+                return None;
+            }
+            let (from, aside) = checkpoints.go_on_from(from, step, &line).unwrap();
             (parts == 3).then(|| {
-                line.go_on(self.run(), from.as_deref(), step, !moved.is_empty())
+                line.go_on(self.run(), from.as_deref(), step, aside.took_log)
                     .unwrap()
             })
         }
@@ -235,15 +254,27 @@ mod tests {
             }
         }
 
-        /// Line A until 12, and B from 4 until 8.
-        fn two_lines() -> Self {
+        /// Line A until 12, and B from 4 until `last`.
+        fn two_lines(last: u64) -> Self {
             let place = Self::new();
             let (mut log, _) = place.resume(None, 0, 3).unwrap();
             place.train("A", &mut log, 0, 12);
             let fourth = place.checkpoints().list()[0].clone();
             let (mut log, copy) = place.resume(Some(&fourth), 4, 3).unwrap();
             assert_eq!(copy, None, "the checkpoints took it along");
-            place.train("BB", &mut log, 4, 8);
+            place.train("BB", &mut log, 4, last);
+            place
+        }
+
+        /// A log of line A as earlier versions wrote it, with a loss that is no number.
+        fn of_an_earlier_version(last: u64) -> Self {
+            let place = Self::new();
+            let line = |step| Entry::Evaluation {
+                step,
+                loss: if step == 2 { f32::NAN } else { 1.0 },
+                accuracy: None,
+            };
+            Log::begin(place.run(), (1..=last).map(line).collect()).unwrap();
             place
         }
 
@@ -256,7 +287,18 @@ mod tests {
 
         /// The log's steps, with the line of each.
         fn logged(&self) -> Vec<(u64, f32)> {
-            let entries = log::read(self.run()).unwrap().into_iter();
+            Self::logged_in(self.run())
+        }
+
+        /// The steps of all logs that were set aside.
+        fn logged_aside(&self) -> Vec<Vec<(u64, f32)>> {
+            let mut folders = self.checkpoints().list_abandoned();
+            folders.push(self.checkpoints().abandoned().to_path_buf());
+            folders.iter().map(|folder| Self::logged_in(folder)).collect()
+        }
+
+        fn logged_in(folder: &Path) -> Vec<(u64, f32)> {
+            let entries = log::read(folder).unwrap().into_iter();
             entries
                 .filter_map(|entry| match entry {
                     Entry::Evaluation { step, loss, .. } => Some((step, loss)),
@@ -274,7 +316,7 @@ mod tests {
 
     #[test]
     fn a_run_that_goes_back_to_a_line_has_its_log_and_its_checkpoints() {
-        let place = Place::two_lines();
+        let place = Place::two_lines(8);
         let abandoned = place.checkpoints().abandoned().to_path_buf();
         assert_eq!(place.logged(), steps(4, 8));
         place.resume(Some(&abandoned.join("step-00000012")), 12, 3);
@@ -291,7 +333,7 @@ mod tests {
     #[test]
     fn a_run_that_is_killed_between_two_lines_is_on_one() {
         for parts in 0..3 {
-            let place = Place::two_lines();
+            let place = Place::two_lines(8);
             let source = place.checkpoints().abandoned().join("step-00000012");
             place.resume(Some(&source), 12, parts);
             let last = place.checkpoints().last().unwrap();
@@ -309,6 +351,17 @@ mod tests {
             // What was left is whole, too.
             place.resume(Some(&source), 12, 3);
             assert_eq!(place.logged(), steps(12, 12));
+
+            // A line without a checkpoint, which could take its log along, keeps it all the same.
+            let place = Place::two_lines(7);
+            let source = place.checkpoints().abandoned().join("step-00000012");
+            place.resume(Some(&source), 12, parts);
+            place.resume(Some(&source), 12, 3);
+            assert_eq!(place.logged(), steps(12, 12));
+            assert!(
+                place.logged_aside().contains(&steps(4, 7)),
+                "killed after {parts} parts"
+            );
         }
     }
 
@@ -356,20 +409,26 @@ mod tests {
     /// Logs of earlier versions name no checkpoints.
     #[test]
     fn a_run_of_an_earlier_version_stays_on_its_line() {
-        let place = Place::new();
-        let lines: Vec<Entry> = (1..=9)
-            .map(|step| Entry::Evaluation {
-                step,
-                loss: 1.0,
-                accuracy: None,
-            })
-            .collect();
-        Log::begin(place.run(), lines).unwrap();
+        let place = Place::of_an_earlier_version(9);
         let [_, last] = [4, 8].map(|step| place.checkpoint("A", step));
         place.resume(Some(&last), 8, 3);
-        assert_eq!(place.logged(), steps(8, 8));
+        assert_eq!(place.logged().len(), 8);
         assert_eq!(place.names(), ["step-00000004", "step-00000008"]);
         let log = log::read(place.run()).unwrap();
         assert!(log.contains(&entry_of(&last).unwrap()), "it is named from now on");
+    }
+
+    /// Nor do such logs show of which line a checkpoint is that both have.
+    #[test]
+    fn a_line_of_an_earlier_version_comes_back_with_what_both_lines_have() {
+        let place = Place::of_an_earlier_version(12);
+        let [fourth, ..] = [4, 8, 12].map(|step| place.checkpoint("A", step));
+        let (mut log, _) = place.resume(Some(&fourth), 4, 3).unwrap();
+        place.train("BB", &mut log, 4, 8);
+        let abandoned = place.checkpoints().abandoned().to_path_buf();
+        place.resume(Some(&abandoned.join("step-00000012")), 12, 3);
+        assert_eq!(place.names(), ["step-00000004", "step-00000012"]);
+        assert_eq!(place.logged().len(), 12);
+        assert!(abandoned.join("step-00000008-2").is_dir());
     }
 }

@@ -197,22 +197,13 @@ impl Run {
             let checkpoints = Checkpoints::of(&self.folder);
             let source = self.last_checkpoint.take();
             let line = Line::of(&self.folder, source.as_deref())?;
-            let is_elsewhere = |from: &PathBuf| !checkpoints.holds(from, self.step);
-            let taken = match &source {
-                Some(from) if is_elsewhere(from) => checkpoints
-                    .take(from, self.step, &line)
-                    .map(|(copy, moved)| (Some(copy), moved)),
-                Some(from) => checkpoints
-                    .set_aside(self.step + 1, &line)
-                    .map(|moved| (Some(from.clone()), moved)),
-                None => checkpoints.set_aside(0, &line).map(|moved| (None, moved)),
-            };
+            let taken = checkpoints.go_on_from(source.as_deref(), self.step, &line);
             let full = |error: CliError| error.of_checkpoint(&self.folder, source.as_deref());
-            (self.last_checkpoint, self.abandoned) = taken.map_err(full)?;
+            let (from, aside) = taken.map_err(full)?;
             write_bytes_atomic(&self.folder.join(CONFIG), self.written.as_bytes())?;
-            let from = self.last_checkpoint.as_deref();
             (self.log, self.old_log) =
-                line.go_on(&self.folder, from, self.step, !self.abandoned.is_empty())?;
+                line.go_on(&self.folder, from.as_deref(), self.step, aside.took_log)?;
+            (self.last_checkpoint, self.abandoned) = (from, aside.moved);
         }
         // The copy of a large checkpoint takes long.
         self.ranks.any_patiently(false)?;

@@ -16,12 +16,20 @@ use crate::error::CliError;
 /// checkpoint alone, [`CliError::NoConfig`] if it is a run that has lost its config.
 pub fn locate(folder: &Path) -> Result<(PathBuf, Option<PathBuf>), CliError> {
     if folder.join(STATE).is_file() {
-        // As it was written first: `checkpoints` may be a link to another disk. Then where links lead to, as
-        // from a link to a checkpoint.
+        // As it was written first: `checkpoints` may be a link to another disk. A link to a checkpoint may
+        // lie anywhere, and what lies above it need not be the checkpoint's run.
         let find = || CliError::io("find", folder);
-        let written = std::path::absolute(folder).map_err(find())?;
+        // Without a slash at its end, which would be followed.
+        let written: PathBuf = std::path::absolute(folder)
+            .map_err(find())?
+            .components()
+            .collect();
         let resolved = folder.canonicalize().map_err(find())?;
-        for checkpoint in [written, resolved] {
+        let order = match written.is_symlink() {
+            true => [resolved, written],
+            false => [written, resolved],
+        };
+        for checkpoint in order {
             if let Some(run) = run_of(&checkpoint) {
                 return Ok((run, Some(checkpoint)));
             }
@@ -97,6 +105,14 @@ mod tests {
         assert!(matches!(locate(&at("best")), Err(CliError::NoRun { .. })));
         std::fs::remove_file(at("run/checkpoints")).unwrap();
         std::fs::rename(at("disk"), at("run/checkpoints")).unwrap();
-        assert_eq!(locate(&at("best")).unwrap().0, at("run").canonicalize().unwrap());
+        let run = at("run").canonicalize().unwrap();
+        assert_eq!(locate(&at("best")).unwrap().0, run);
+        // A config that lies where that of the run would, were the link the checkpoint.
+        std::fs::write(at("config.toml"), "").unwrap();
+        symlink("checkpoints/step-00000004", at("run/latest")).unwrap();
+        for name in ["run/latest", "run/latest/", "run/latest/."] {
+            let found = locate(&at(name)).unwrap();
+            assert_eq!(found, (run.clone(), Some(run.join("checkpoints/step-00000004"))));
+        }
     }
 }

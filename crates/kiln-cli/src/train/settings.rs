@@ -1,6 +1,6 @@
 //! What `kiln train` is to do, from its command line and a config.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use super::place::locate;
 use crate::CliError;
@@ -19,15 +19,16 @@ pub(super) struct Settings {
 
 impl Settings {
     pub(super) fn of(arguments: &TrainArguments) -> Result<Self, CliError> {
-        if let (Some(place), Some(out)) = (&arguments.resume, &arguments.out) {
-            return Err(CliError::Branch {
-                resume: place.clone(),
-                out: out.clone(),
-            });
-        }
         let (folder, from) = match &arguments.resume {
             Some(place) => {
                 let (folder, from) = locate(place)?;
+                // The command that begins a run may be the one that goes on with it, too.
+                if let Some(out) = arguments.out.as_ref().filter(|out| !is_same(out, &folder)) {
+                    return Err(CliError::Branch {
+                        resume: place.clone(),
+                        out: out.clone(),
+                    });
+                }
                 (Some(folder), from)
             }
             None => (None, None),
@@ -52,6 +53,12 @@ impl Settings {
         }
         Ok(Self { config, folder, from })
     }
+}
+
+/// Whether two paths are of one folder.
+fn is_same(one: &Path, other: &Path) -> bool {
+    let [one, other] = [one, other].map(|path| path.canonicalize().ok());
+    one.is_some() && one == other
 }
 
 /// Whether a GPU will be asked to decode the pictures of this run. Not if there is no such run.
