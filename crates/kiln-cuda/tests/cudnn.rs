@@ -16,6 +16,15 @@ use kiln_cuda::testing::{FakeDriver, FakeEngine, fake_cudnn, fake_cudnn_descript
 use kiln_cuda::{CudaError, CudaTarget};
 use kiln_graph::Graph;
 
+/// The stand-in computes no results to look at.
+const UNCHECKED: PlanLimits = PlanLimits {
+    workspace_bytes: 64 << 20,
+    plans: 6,
+    runs: 10,
+    compiling: false,
+    checked: false,
+};
+
 /// Engines of these numerical notes.
 fn engines<const COUNT: usize>(notes: [&[i32]; COUNT]) -> Vec<FakeEngine> {
     let engine = |notes: &[i32]| FakeEngine {
@@ -103,11 +112,11 @@ fn engines_that_round_more_or_vary_are_left_out() {
         &[TENSOR_CORE],
         &[],
     ]);
-    let take = |number, tf32| chosen(&all, &convolution(number, tf32), PlanLimits::default()).unwrap();
+    let take = |number, tf32| chosen(&all, &convolution(number, tf32), UNCHECKED).unwrap();
     assert_eq!(take(Number::F32, false), "cudnnBackendExecute engine 6");
     assert_eq!(take(Number::F32, true), "cudnnBackendExecute engine 5");
     assert_eq!(take(Number::Bf16, false), "cudnnBackendExecute engine 5");
-    let none = chosen(&all[..5], &convolution(Number::F16, false), PlanLimits::default());
+    let none = chosen(&all[..5], &convolution(Number::F16, false), UNCHECKED);
     let error = none.unwrap_err().to_string();
     assert!(
         error.contains("convolution f16[2x16x8x8] * f16[32x16x3x3] -> f16[2x32x8x8]")
@@ -125,7 +134,7 @@ fn working_memory_and_compilation_are_limited() {
     all[3].workspace_bytes = 1 << 10;
     let limits = PlanLimits {
         workspace_bytes: 1 << 16,
-        ..PlanLimits::default()
+        ..UNCHECKED
     };
     let convolution = convolution(Number::Bf16, false);
     let take = |engines: &[FakeEngine]| chosen(engines, &convolution, limits).unwrap();
@@ -154,9 +163,7 @@ fn a_plan_is_of_one_version() {
     let stream = device.stream().unwrap();
     let convolution = convolution(Number::F32, false);
     let convolver = Convolver::new(&device, fake_cudnn(&engines([&[]]))).unwrap();
-    let mut plan = convolver
-        .search(&stream, &convolution, PlanLimits::default())
-        .unwrap();
+    let mut plan = convolver.search(&stream, &convolution, UNCHECKED).unwrap();
     plan.library = "9.1.0".into();
     let error = convolver.prepare(&convolution, &plan).unwrap_err().to_string();
     assert!(
@@ -199,7 +206,7 @@ fn a_step_has_the_library_or_its_own_kernels() {
         };
         let library = fake_cudnn(&engines([notes]));
         let gpu = Gpu::in_cache(&device, nvrtc.clone(), &CacheFolder::disabled()).unwrap();
-        let gpu = Arc::new(gpu.with_cudnn(Some(library)));
+        let gpu = Arc::new(gpu.with_cudnn(Some(library)).without_checks_of_plans());
         let contract = compiled.contract();
         assert!(contract.kernels[0].name.starts_with("cuDNN convolution"));
         let step = CudaExecutable::from_code("step", compiled.code, contract, &gpu).unwrap();

@@ -6,7 +6,8 @@
 //! - that round operands or sums more than asked for: tensor cores for f32 without TF32, narrower operands,
 //!   narrower sums;
 //! - that transform (Fourier, Winograd), whose rounding errors are larger and spread NaN over tiles of
-//!   pixels.
+//!   pixels;
+//! - whose results are wrong ([`super::check`]).
 //!
 //! Engines whose kernels the library compiles when it makes a plan come last, because such a plan takes up
 //! to a second to make. The search tries them only where no other engine computes the convolution, such as
@@ -20,6 +21,7 @@ use std::time::Instant;
 use serde::{Deserialize, Serialize};
 
 use super::Convolver;
+use super::check::Check;
 use super::convolution::Convolution;
 use super::describe::Described;
 use super::descriptor::Descriptor;
@@ -43,6 +45,8 @@ pub struct PlanLimits {
     /// Whether engines that compile their kernels are tried beside the others, and not only where there are
     /// no others.
     pub compiling: bool,
+    /// Whether a plan's result is looked at before it may be chosen. A stand-in for the library computes none.
+    pub checked: bool,
 }
 
 impl Default for PlanLimits {
@@ -53,6 +57,7 @@ impl Default for PlanLimits {
             plans: 6,
             runs: 10,
             compiling: false,
+            checked: true,
         }
     }
 }
@@ -183,8 +188,27 @@ impl Convolver {
                 Err(CudaError::OutOfMemory { .. }) => None,
                 Err(error) => return Err(error),
             };
+            let check = limits.checked.then(|| Check::new(convolution));
             let (mut timed, mut least, mut refused) = (Vec::new(), None, None);
             for candidate in candidates {
+                if let (Some(trial), Some(check)) = (&trial, &check) {
+                    let arguments = trial.arguments();
+                    let run = || candidate.prepared.run_with(handle, stream, &arguments);
+                    match check.passes(stream, convolution.task, &arguments, run) {
+                        Ok(true) => {}
+                        Ok(false) => {
+                            let version = self.version();
+                            tracing::warn!(%convolution, "a plan of cuDNN {version} computes something else: not used");
+                            refused = Some(wrong());
+                            continue;
+                        }
+                        Err(error @ CudaError::Convolution { .. }) => {
+                            refused = Some(error);
+                            continue;
+                        }
+                        Err(error) => return Err(error),
+                    }
+                }
                 let microseconds = match &trial {
                     Some(trial) => {
                         let time = time_runs(stream, limits.runs, least, || {
@@ -335,6 +359,14 @@ fn no_engine() -> CudaError {
         convolution: "it".into(),
         call: "the heuristic",
         what: "no engine that is deterministic and rounds no more than asked for".into(),
+    }
+}
+
+fn wrong() -> CudaError {
+    CudaError::Convolution {
+        convolution: "it".into(),
+        call: "Kiln",
+        what: "that the library's plans compute something else".into(),
     }
 }
 

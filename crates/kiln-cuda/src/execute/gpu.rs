@@ -42,6 +42,8 @@ pub struct Gpu {
     /// The plans that were found for convolutions in so many bytes of working memory; none for those that the
     /// library does not take.
     plans: Mutex<Plans>,
+    /// Whether a plan's result is looked at before it may be chosen.
+    checks_plans: bool,
     /// Steps and algorithms of earlier processes.
     store: Store,
     staging: Staging,
@@ -110,6 +112,7 @@ impl Gpu {
             cudnn: OnceLock::new(),
             convolver: OnceLock::new(),
             plans: Mutex::default(),
+            checks_plans: true,
             store: cache.store("cuda-steps", "data"),
             staging: Staging::default(),
             decoder: OnceLock::new(),
@@ -164,6 +167,15 @@ impl Gpu {
     pub fn with_cudnn(self, library: Option<Cudnn>) -> Self {
         Self {
             cudnn: OnceLock::from(library),
+            ..self
+        }
+    }
+
+    /// Takes the library's plans as they are: a stand-in for it computes no results to look at.
+    #[must_use]
+    pub fn without_checks_of_plans(self) -> Self {
+        Self {
+            checks_plans: false,
             ..self
         }
     }
@@ -395,7 +407,7 @@ impl Gpu {
         }
         let description = format!("{convolution:?} {workspace}");
         let name = Key::of([
-            "convolution",
+            "checked convolution",
             &self.device.description().name,
             convolver.version(),
             &description,
@@ -409,6 +421,7 @@ impl Gpu {
             None => {
                 let limits = PlanLimits {
                     workspace_bytes: workspace,
+                    checked: self.checks_plans,
                     ..PlanLimits::default()
                 };
                 let found = taken(convolver.search(&self.stream, convolution, limits))?;

@@ -228,11 +228,25 @@ impl Trial {
     }
 }
 
-/// `bytes` bytes of random numbers between -1 and 1.
+/// Bytes that [`random`] draws on the host; the device repeats them.
+const BLOCK: usize = 1 << 20;
+
+/// `bytes` bytes of random numbers between -1 and 1: those of [`block`], over and over.
 pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
-    /// Bytes that are drawn on the host; the device repeats them.
-    const BLOCK: usize = 1 << 20;
     let storage = Arc::new(Storage::allocate(stream, bytes)?);
+    let block = block(bytes, number);
+    let mut filled = block.len().min(bytes);
+    stream.write(&block[..filled], &storage, 0)?;
+    while filled < bytes {
+        let more = filled.min(bytes - filled);
+        stream.copy(&storage, 0..more, &storage, filled)?;
+        filled += more;
+    }
+    Ok(storage)
+}
+
+/// The first `bytes` bytes of what [`random`] repeats, or all.
+pub(crate) fn block(bytes: usize, number: Number) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut block = Vec::with_capacity(BLOCK);
     while block.len() < BLOCK.min(bytes) {
@@ -261,12 +275,5 @@ pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Ar
             }
         }
     }
-    let mut filled = block.len().min(bytes);
-    stream.write(&block[..filled], &storage, 0)?;
-    while filled < bytes {
-        let more = filled.min(bytes - filled);
-        stream.copy(&storage, 0..more, &storage, filled)?;
-        filled += more;
-    }
-    Ok(storage)
+    block
 }
