@@ -60,17 +60,21 @@ fn convolutions_in_the_library() {
     });
 }
 
-/// Every convolution on a GPU with cuDNN, in every type that the library is asked for.
-#[test]
-fn convolutions_in_the_library_on_a_gpu() {
-    if common::gpu().is_none() {
-        return;
-    }
+/// The first GPU, where tests use it and cuDNN is there.
+fn gpu_with_cudnn() -> Option<Arc<Gpu>> {
+    common::gpu()?;
     let gpu = Gpu::get(0).unwrap();
     if !gpu.target().cudnn {
         println!("skipped: no cuDNN here");
-        return;
+        return None;
     }
+    Some(gpu)
+}
+
+/// Every convolution on a GPU with cuDNN, in every type that the library is asked for.
+#[test]
+fn convolutions_in_the_library_on_a_gpu() {
+    let Some(gpu) = gpu_with_cudnn() else { return };
     let (mut taken, mut asked, mut wrong) = (0, 0, Vec::new());
     let all = convolutions().into_iter().chain(convolutions_of_fours());
     for (number, (what, convolution)) in all.enumerate() {
@@ -205,14 +209,7 @@ fn differences(gpu: &Gpu, convolver: &Convolver, convolution: &Convolution) -> V
 /// left out.
 #[test]
 fn plans_of_the_library_agree_on_a_gpu() {
-    if common::gpu().is_none() {
-        return;
-    }
-    let gpu = Gpu::get(0).unwrap();
-    if !gpu.target().cudnn {
-        println!("skipped: no cuDNN here");
-        return;
-    }
+    let Some(gpu) = gpu_with_cudnn() else { return };
     // cuDNN finds cuBLASLt only where that was opened before.
     CublasLt::open(&Search::from_env()).unwrap();
     let convolver = Convolver::new(gpu.device(), Cudnn::open(&Search::from_env()).unwrap()).unwrap();
