@@ -4,12 +4,13 @@ use burn::tensor::backend::Backend;
 use kiln::distributed::{self, Link, World};
 use kiln::explain::{Assumptions, Explain, Machine};
 use kiln::{Buckets, CompileBackend, CompileOptions, Kiln, RegionReport};
+use kiln_hub::data::Share;
 
 use crate::architecture::Architecture;
 use crate::args::ExplainArguments;
 use crate::bench::Subject;
 use crate::config::{Config, DistributedConfig, OptimizerConfig};
-use crate::data::{Data, HeldOut, HostBatch, pretrained_tokenizer};
+use crate::data::{Data, HeldOut, pretrained_tokenizer};
 use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
@@ -164,14 +165,18 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
                 .map_err(CliError::io("create a temporary folder in", std::env::temp_dir()))?;
             let weights = config.model.weights.as_ref().map(kiln_hub::load).transpose()?;
             let tokenizer = pretrained_tokenizer(weights.as_ref(), family)?;
-            let data = Data::open(&config, &device, prepared.path(), tokenizer, HeldOut::Random)?;
+            divides(config.train.batch_size, world.size())?;
+            let share = Share {
+                rank: world.rank(),
+                ranks: world.size(),
+            };
+            let data =
+                Data::open(&config, &device, prepared.path(), tokenizer, HeldOut::Random)?.with_share(share);
             let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
             let loader = data.train(None)?;
-            let share = |batch: HostBatch| batch.share(world.rank(), world.size()).tensors(&device);
-            divides(config.train.batch_size, world.size())?;
             let batches: Vec<Batch<TrainBackend>> = loader
                 .take(config.train.accumulate)
-                .map(|batch| share(batch?))
+                .map(|batch| batch?.tensors(&device))
                 .collect::<Result<_, CliError>>()?;
             Of {
                 architecture,

@@ -24,7 +24,7 @@ use kiln_hub::data::{
     LoaderState, Rng, Share, TextBatch, TextBatcher, TextExample, TextExamples, TextFields, TokenStream,
     WindowBatch, WindowBatcher,
 };
-use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, TokenBatch, Tokenizer};
+use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, Tokenizer};
 
 use serde::{Deserialize, Serialize};
 
@@ -79,45 +79,6 @@ impl HostBatch {
             }
             Self::Encoded(batch) => images::tensors(batch, device)?,
         })
-    }
-
-    /// Examples `rank * n / size` to `(rank + 1) * n / size` of its `n`.
-    pub fn share(self, rank: usize, size: usize) -> Self {
-        fn part<T: Copy>(all: &[T], rank: usize, size: usize) -> Vec<T> {
-            all[all.len() * rank / size..all.len() * (rank + 1) / size].to_vec()
-        }
-        match self {
-            Self::Windows(batch) => Self::Windows(WindowBatch {
-                rows: batch.rows / size,
-                cols: batch.cols,
-                inputs: part(&batch.inputs, rank, size),
-                targets: part(&batch.targets, rank, size),
-            }),
-            Self::Texts(batch) => Self::Texts(TextBatch {
-                labels: part(&batch.labels, rank, size),
-                tokens: TokenBatch {
-                    rows: batch.tokens.rows / size,
-                    cols: batch.tokens.cols,
-                    ids: part(&batch.tokens.ids, rank, size),
-                    mask: part(&batch.tokens.mask, rank, size),
-                    type_ids: part(&batch.tokens.type_ids, rank, size),
-                },
-            }),
-            Self::Images(batch) => Self::Images(ImageBatch {
-                pixels: part(&batch.pixels, rank, size),
-                labels: part(&batch.labels, rank, size),
-                ..batch
-            }),
-            Self::Encoded(mut batch) => Self::Encoded(EncodedBatch {
-                labels: part(&batch.labels, rank, size),
-                pictures: {
-                    let all = batch.pictures.len();
-                    batch.pictures.truncate(all * (rank + 1) / size);
-                    batch.pictures.split_off(all * rank / size)
-                },
-                ..batch
-            }),
-        }
     }
 
     /// Examples: windows, texts, images.
@@ -227,8 +188,7 @@ impl Data {
         Ok(data)
     }
 
-    /// Prepares of each training batch only the share of a rank: what [`HostBatch::share`] takes of a whole
-    /// one.
+    /// Prepares of each training batch only the share of a rank.
     pub fn with_share(mut self, share: Share) -> Self {
         self.share = share;
         self

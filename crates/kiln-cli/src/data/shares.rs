@@ -4,10 +4,52 @@ use std::fmt::Write as _;
 use std::path::Path;
 
 use kiln::KilnDevice;
-use kiln_hub::data::Share;
+use kiln_hub::TokenBatch;
+use kiln_hub::data::{EncodedBatch, ImageBatch, Share, TextBatch, WindowBatch};
 
 use super::{Data, HeldOut, HostBatch};
 use crate::config::Config;
+
+impl HostBatch {
+    /// Examples `rank * n / size` to `(rank + 1) * n / size` of its `n`.
+    pub(super) fn share(self, rank: usize, size: usize) -> Self {
+        fn part<T: Copy>(all: &[T], rank: usize, size: usize) -> Vec<T> {
+            all[all.len() * rank / size..all.len() * (rank + 1) / size].to_vec()
+        }
+        match self {
+            Self::Windows(batch) => Self::Windows(WindowBatch {
+                rows: batch.rows / size,
+                cols: batch.cols,
+                inputs: part(&batch.inputs, rank, size),
+                targets: part(&batch.targets, rank, size),
+            }),
+            Self::Texts(batch) => Self::Texts(TextBatch {
+                labels: part(&batch.labels, rank, size),
+                tokens: TokenBatch {
+                    rows: batch.tokens.rows / size,
+                    cols: batch.tokens.cols,
+                    ids: part(&batch.tokens.ids, rank, size),
+                    mask: part(&batch.tokens.mask, rank, size),
+                    type_ids: part(&batch.tokens.type_ids, rank, size),
+                },
+            }),
+            Self::Images(batch) => Self::Images(ImageBatch {
+                pixels: part(&batch.pixels, rank, size),
+                labels: part(&batch.labels, rank, size),
+                ..batch
+            }),
+            Self::Encoded(mut batch) => Self::Encoded(EncodedBatch {
+                labels: part(&batch.labels, rank, size),
+                pictures: {
+                    let all = batch.pictures.len();
+                    batch.pictures.truncate(all * (rank + 1) / size);
+                    batch.pictures.split_off(all * rank / size)
+                },
+                ..batch
+            }),
+        }
+    }
+}
 
 /// Examples of all ranks.
 const BATCH: usize = 12;

@@ -6,6 +6,8 @@
 //! computed again and compared with the largest one, which was stored, is equal to it only if both are
 //! rounded.
 
+use std::ops::Range;
+
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Value};
 use rustc_hash::FxHashSet;
@@ -32,6 +34,19 @@ fn decides(op: &Op, dtype: DType) -> bool {
     }
 }
 
+/// The operands, of so many, among whose elements those of the result are, but for their signs: `op` moves them,
+/// or is one of them. None if it computes others.
+pub(super) fn passed(op: &Op, operands: usize) -> Option<Range<usize>> {
+    match op {
+        Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => Some(0..1),
+        Op::Binary(BinaryOp::Max | BinaryOp::Min) => Some(0..2),
+        Op::Select => Some(1..3),
+        Op::Gather { .. } | Op::IndexSelect { .. } => Some(0..1),
+        op if op.is_movement() => Some(0..operands),
+        _ => None,
+    }
+}
+
 /// Whether a register of `value`, which is of 16 bits, has no more in `nest`: whatever it is one of, or
 /// moves, has no more. Each value is looked at once: in a sorting network the ways to one are too many to go
 /// them all.
@@ -47,14 +62,13 @@ fn is_rounded(graph: &Graph, nest: &Nest, value: Value) -> bool {
             Op::Constant { .. } | Op::Scalar { .. } | Op::Iota { .. } | Op::Random { .. } | Op::Cast(_) => {
                 0..0
             }
-            Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => 0..1,
-            Op::Binary(BinaryOp::Max | BinaryOp::Min) => 0..2,
-            Op::Select => 1..3,
-            Op::Gather { .. } | Op::IndexSelect { .. } => 0..1,
-            op if op.is_movement() => 0..data.inputs.len(),
-            // Nothing computes a product twice: only what follows it in its own kernel sees more of its bits.
-            op if !op.is_pointwise() && !matches!(op, Op::Reduce { .. }) => 0..0,
-            _ => return false,
+            op => match passed(op, data.inputs.len()) {
+                Some(among) => among,
+                // Nothing computes a product twice: only what follows it in its own kernel sees more of its
+                // bits.
+                None if !op.is_pointwise() && !matches!(op, Op::Reduce { .. }) => 0..0,
+                None => return false,
+            },
         };
         next.extend_from_slice(&data.inputs[among]);
     }

@@ -16,6 +16,7 @@ use kiln_graph::op::{BinaryOp, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Node, Value};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::bits::passed;
 use super::{Kernel, KernelKind};
 
 /// Tells all nests of a step which values are decided.
@@ -109,19 +110,14 @@ fn short(graph: &Graph) -> FxHashSet<Value> {
     let mut short = FxHashSet::default();
     for (_, data) in graph.nodes() {
         let among = match &data.op {
-            Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => &data.inputs[..1],
-            Op::Binary(BinaryOp::Max | BinaryOp::Min) => &data.inputs[..2],
-            Op::Select => &data.inputs[1..],
-            Op::Gather { .. } | Op::IndexSelect { .. } => &data.inputs[..1],
-            Op::Cast(to) if to.is_float() => &data.inputs[..1],
+            Op::Cast(to) if to.is_float() => 0..1,
             Op::Reduce {
                 op: ReduceOp::Max | ReduceOp::Min,
                 ..
-            } => &data.inputs[..1],
-            op if op.is_movement() => &data.inputs[..],
-            _ => &[],
+            } => 0..1,
+            op => passed(op, data.inputs.len()).unwrap_or_default(),
         };
-        let moves = among.iter().any(|operand| short.contains(operand));
+        let moves = data.inputs[among].iter().any(|operand| short.contains(operand));
         let is_short = |value: &Value| moves || matches!(graph.dtype(*value), DType::F16 | DType::BF16);
         short.extend(data.outputs.iter().copied().filter(is_short));
     }

@@ -1,8 +1,8 @@
 //! Whether a plan computes what was asked for.
 //!
-//! One of cuDNN 9's engines gives wrong weight gradients of f32 where a window with gaps has strides, or single
-//! elements have padding. The heuristic names it second or third, and now and then it is the fastest. So a plan's
-//! result is compared with plain sums, at some of its elements, before the plan may be chosen.
+//! One of cuDNN 9's engines gives wrong weight gradients of f32 where a window with gaps has strides, or where
+//! single elements have padding. The heuristic names it second or third, and now and then it is the fastest.
+//! So a plan's result is compared with plain sums, at some of its elements, before the plan may be chosen.
 
 use super::convolution::{Convolution, Task, Tensor};
 use super::run::ConvolutionArguments;
@@ -39,12 +39,15 @@ impl Check {
         let depth = (convolution.multiplications() / result.elements().max(1) as f64).max(1.0);
         let most = if result.bytes() <= SMALL { 64 } else { 16 };
         let count = ((PRODUCTS as f64 / depth) as usize).clamp(3, most);
-        let values = [first, second].map(|operand| values(operand.number));
+        let factor = |operand: &Tensor, at: usize| {
+            let (block, size) = (block(operand.number), operand.number.bytes());
+            value(operand.number, &block[at * size % block.len()..][..size])
+        };
         let elements = (0..count).map(|number| {
             let index = place(number, &result.extents);
             let (mut sum, mut squares) = (0.0, 0.0);
             products(convolution, &index, |a, b| {
-                let product = values[0][a % values[0].len()] * values[1][b % values[1].len()];
+                let product = factor(first, a) * factor(second, b);
                 sum += product;
                 squares += product * product;
             });
@@ -106,20 +109,12 @@ impl Check {
 }
 
 impl Element {
-    /// Whether `found` is the element but for rounding: of operands to 10 bits, of partial sums, of the result.
+    /// Whether `found` is the element but for rounding: of operands to 10 bits, of partial sums, of the
+    /// result.
     fn is(&self, found: f64, number: Number) -> bool {
         let overflows = number == Number::F16 && self.sum.abs() > 60_000.0;
         overflows || (found - self.sum).abs() <= 0.02 * self.sum.abs() + 0.1 * self.spread
     }
-}
-
-/// What [`crate::products::random`] repeats.
-fn values(number: Number) -> Vec<f64> {
-    let bytes = block(usize::MAX, number);
-    bytes
-        .chunks_exact(number.bytes())
-        .map(|bytes| value(number, bytes))
-        .collect()
 }
 
 fn value(number: Number, bytes: &[u8]) -> f64 {
@@ -155,8 +150,8 @@ fn offset(tensor: &Tensor, index: &[i64]) -> usize {
     along.sum::<i64>() as usize
 }
 
-/// Calls `take` with the places of both operands, in elements, of each product that element `index` of the result is
-/// the sum of.
+/// Calls `take` with the places of both operands, in elements, of each product that element `index` of the
+/// result is the sum of.
 fn products(convolution: &Convolution, index: &[i64], mut take: impl FnMut(usize, usize)) {
     let Convolution {
         x,

@@ -2,7 +2,8 @@
 //!
 //! A [`Convolution`] says what is computed; it is plain data. [`Convolver::search`] asks the library's
 //! heuristic for engines, leaves out those whose results vary from run to run or are rounded more than asked
-//! for or are not what was asked for, times the best on that shape, and returns a [`Plan`] to store beside a compiled step. From both,
+//! for or are not what was asked for, times the best on that shape, and returns a [`Plan`] to store beside a
+//! compiled step. From both,
 //! [`Convolver::prepare`] makes a [`PreparedConvolution`], whose calls are queued on a stream or captured
 //! into a graph.
 //!

@@ -45,7 +45,8 @@ pub struct PlanLimits {
     /// Whether engines that compile their kernels are tried beside the others, and not only where there are
     /// no others.
     pub compiling: bool,
-    /// Whether a plan's result is looked at before it may be chosen. A stand-in for the library computes none.
+    /// Whether a plan's result is looked at before it may be chosen. A stand-in for the library computes no
+    /// results.
     pub checked: bool,
 }
 

@@ -4,7 +4,7 @@
 //! twice as slow as the best. Each is timed by events of the device, on operands of random bits: products of
 //! zeros are faster than products of data.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 
@@ -234,7 +234,7 @@ const BLOCK: usize = 1 << 20;
 /// `bytes` bytes of random numbers between -1 and 1: those of [`block`], over and over.
 pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
     let storage = Arc::new(Storage::allocate(stream, bytes)?);
-    let block = block(bytes, number);
+    let block = block(number);
     let mut filled = block.len().min(bytes);
     stream.write(&block[..filled], &storage, 0)?;
     while filled < bytes {
@@ -245,11 +245,16 @@ pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Ar
     Ok(storage)
 }
 
-/// The first `bytes` bytes of what [`random`] repeats, or all.
-pub(crate) fn block(bytes: usize, number: Number) -> Vec<u8> {
+/// What [`random`] repeats, drawn once.
+pub(crate) fn block(number: Number) -> &'static [u8] {
+    static DRAWN: [OnceLock<Vec<u8>>; 4] = [const { OnceLock::new() }; 4];
+    DRAWN[number as usize].get_or_init(|| draw(number))
+}
+
+fn draw(number: Number) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut block = Vec::with_capacity(BLOCK);
-    while block.len() < BLOCK.min(bytes) {
+    while block.len() < BLOCK {
         // Xorshift; the top bits are the better ones.
         state ^= state << 13;
         state ^= state >> 7;

@@ -135,7 +135,8 @@ fn dtype(number: Number) -> DType {
     }
 }
 
-/// How far the results of the library's plans for a convolution are from those of its first, as parts of the largest.
+/// How far the results of the library's plans for a convolution are from those of its first plan, as parts of
+/// the largest element.
 fn differences(gpu: &Gpu, convolver: &Convolver, convolution: &Convolution) -> Vec<f64> {
     let limits = PlanLimits {
         plans: 16,

@@ -73,8 +73,8 @@ impl Class {
 enum Form {
     /// In relative form, with their shapes.
     Words(Vec<u64>),
-    /// Of each, how many tensors it reads, and the types and ranks of its results. So much agrees with what the
-    /// optimizer's source says.
+    /// Of each, how many tensors it reads, and the types and ranks of its results. The rest follows from the
+    /// optimizer's source.
     Blind(Vec<(usize, Vec<(DType, usize)>)>),
 }
 
@@ -93,8 +93,8 @@ impl Form {
 
 /// A shadow of model and optimizer that takes the host's part in every step.
 pub(super) struct Rehearsal<B: TrainBackend, O: SimpleOptimizer<Kiln>> {
-    /// The shadow's parameters. They have no elements, so they are the same after a step as before it, and each
-    /// rehearsal has them from the last one; none after one that did not end.
+    /// The shadow's parameters. They have no elements, so they are the same after a step as before it, and
+    /// each rehearsal has them from the last one; none after a rehearsal that did not end.
     model: Option<Box<Shadow<B>>>,
     optim: ShadowOptimizer<B, O>,
     /// The shadow's optimizer after the step that is under way.
