@@ -26,8 +26,10 @@ use std::time::Duration;
 use kiln_hub::write_bytes_atomic;
 use sha2::{Digest, Sha256};
 
+use super::copy::{copy_file, copy_files, copy_folder, flush_folder, has_all_of};
 use super::folder::remove_left_over;
 use super::line::Line;
+use super::log::LOG;
 use super::state::{STATE, State};
 use crate::error::CliError;
 
@@ -129,25 +131,59 @@ impl Checkpoints {
             aside.took_log |= line.copy_log(&self.run, &path)?;
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let target = free_name(&self.abandoned, &name, "");
-            match std::fs::rename(&path, &target) {
+            aside.moved.push(match std::fs::rename(&path, &target) {
                 // `checkpoints` may be a link to another disk.
-                Err(error) if error.kind() == ErrorKind::CrossesDevices => self.carry(&path, &target)?,
-                renamed => renamed.map_err(CliError::io("move a checkpoint to", &target))?,
-            }
-            aside.moved.push(target);
+                Err(error) if error.kind() == ErrorKind::CrossesDevices => self.carry(&path, target)?,
+                renamed => {
+                    renamed.map_err(CliError::io("move a checkpoint to", &target))?;
+                    target
+                }
+            });
         }
         aside.moved.reverse();
         Ok(aside)
     }
 
-    /// Moves a checkpoint to another disk. It is whole in one of the two places at any time.
-    fn carry(&self, path: &Path, target: &Path) -> Result<(), CliError> {
-        let copy = unfinished_in(&self.abandoned)?;
-        copy_folder(path, copy.path())?;
-        rename_unfinished(copy, target)?;
+    /// Moves a checkpoint to another disk. It is whole in one of the two places at any time. Returns where it
+    /// is: in `target`, or where a program that was killed before it removed the checkpoint has copied it to.
+    fn carry(&self, path: &Path, target: PathBuf) -> Result<PathBuf, CliError> {
+        let target = match self.copy_of(path)? {
+            Some(copy) => {
+                // The run's log may have become longer since.
+                if path.join(LOG).is_file() {
+                    copy_file(&path.join(LOG), &copy.join(LOG))?;
+                }
+                copy
+            }
+            None => {
+                let copy = unfinished_in(&self.abandoned)?;
+                let root = path.canonicalize().map_err(CliError::io("find", path))?;
+                copy_folder(&root, path, copy.path())?;
+                rename_unfinished(copy, &target)?;
+                target
+            }
+        };
         let left = self.unfinished()?;
         std::fs::rename(path, left.path().join("moved")).map_err(CliError::io("remove", path))?;
-        left.close().map_err(CliError::io("remove", path))
+        left.close().map_err(CliError::io("remove", path))?;
+        Ok(target)
+    }
+
+    /// A checkpoint among those set aside that has everything which `path` has.
+    fn copy_of(&self, path: &Path) -> Result<Option<PathBuf>, CliError> {
+        let root = path.canonicalize().map_err(CliError::io("find", path))?;
+        let state = |folder: &Path| std::fs::read(folder.join(STATE)).ok();
+        let own = state(path);
+        for known in self.list_abandoned() {
+            // The state has the checksums of the large files: mostly it tells them apart.
+            if own.is_some() && state(&known) == own {
+                let has_all = has_all_of(&known, &root, path);
+                if has_all.map_err(CliError::io("compare with a copy", path))? {
+                    return Ok(Some(known));
+                }
+            }
+        }
+        Ok(None)
     }
 
     /// Makes the checkpoint `from`, of `step` on `line`, the one that a later resume finds, and sets aside
@@ -276,44 +312,6 @@ fn rename_unfinished(unfinished: tempfile::TempDir, target: &Path) -> Result<(),
     Ok(())
 }
 
-/// Flushes the names in a folder to the disk; not every file system can.
-fn flush_folder(folder: &Path) {
-    if let Ok(folder) = File::open(folder) {
-        let _ = folder.sync_all();
-    }
-}
-
-/// Copies the files of a folder into another one, and flushes them to the disk.
-fn copy_files(source: &Path, target: &Path) -> Result<(), CliError> {
-    let list = || CliError::io("list", source);
-    for entry in std::fs::read_dir(source).map_err(list())? {
-        let from = entry.map_err(list())?.path();
-        if !from.is_file() {
-            continue;
-        }
-        let to = target.join(from.file_name().unwrap_or_default());
-        std::fs::copy(&from, &to)
-            .and_then(|_| File::open(&to)?.sync_all())
-            .map_err(CliError::io("copy to", &to))?;
-    }
-    flush_folder(target);
-    Ok(())
-}
-
-/// Copies a folder with everything that somebody has put into it.
-fn copy_folder(source: &Path, target: &Path) -> Result<(), CliError> {
-    let list = || CliError::io("list", source);
-    for entry in std::fs::read_dir(source).map_err(list())? {
-        let entry = entry.map_err(list())?;
-        if entry.file_type().map_err(list())?.is_dir() {
-            let to = target.join(entry.file_name());
-            std::fs::create_dir(&to).map_err(CliError::io("create", &to))?;
-            copy_folder(&entry.path(), &to)?;
-        }
-    }
-    copy_files(source, target)
-}
-
 /// The name of the checkpoint of a step.
 fn name_of(step: u64) -> String {
     format!("step-{step:08}")
@@ -392,7 +390,8 @@ pub fn damaged(folder: &Path, reason: String) -> CliError {
     }
 }
 
-fn checksum(path: &Path) -> std::io::Result<String> {
+/// SHA-256 of a file, in hexadecimal.
+pub(super) fn checksum(path: &Path) -> std::io::Result<String> {
     let mut file = File::open(path)?;
     let mut hasher = Sha256::new();
     let mut buffer = vec![0; 1 << 20];
@@ -425,6 +424,8 @@ fn make_readable(_path: &Path) -> std::io::Result<()> {
 mod tests {
     use kiln_hub::data::LoaderState;
 
+    use super::super::log::{self, Entry, Log};
+    use super::super::state::entry_of;
     use super::*;
     use crate::config::OptimizerName;
     use crate::data::HeldOut;
@@ -507,16 +508,12 @@ mod tests {
         );
     }
 
-    /// Memory is another disk than that of a temporary folder, where there are both.
     #[cfg(target_os = "linux")]
     #[test]
     fn checkpoints_on_another_disk_are_set_aside() {
-        let Ok(disk) = tempfile::tempdir_in("/dev/shm") else {
+        let Some((disk, _run, checkpoints)) = on_another_disk() else {
             return;
         };
-        let run = tempfile::tempdir().unwrap();
-        let checkpoints = Checkpoints::of(run.path());
-        std::os::unix::fs::symlink(disk.path(), checkpoints.folder()).unwrap();
         let written = write(&checkpoints, 10, 9);
         std::fs::create_dir(written.join("notes")).unwrap();
         std::fs::write(written.join("notes/a"), "of mine").unwrap();
@@ -528,6 +525,89 @@ mod tests {
         assert_eq!(std::fs::read(moved[0].join("notes/a")).unwrap(), b"of mine");
         assert!(names(disk.path()).is_empty());
         assert_eq!(names(checkpoints.abandoned()), ["step-00000010"]);
+    }
+
+    /// A run whose checkpoints are on another disk, where there is one: memory is another disk than that of a
+    /// temporary folder.
+    #[cfg(target_os = "linux")]
+    fn on_another_disk() -> Option<(tempfile::TempDir, tempfile::TempDir, Checkpoints)> {
+        let disk = tempfile::tempdir_in("/dev/shm").ok()?;
+        let run = tempfile::tempdir().unwrap();
+        let checkpoints = Checkpoints::of(run.path());
+        std::os::unix::fs::symlink(disk.path(), checkpoints.folder()).unwrap();
+        Some((disk, run, checkpoints))
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_checkpoint_that_cannot_be_copied_whole_stays() {
+        let Some((disk, _run, checkpoints)) = on_another_disk() else {
+            return;
+        };
+        let written = write(&checkpoints, 10, 9);
+        let socket = written.join("socket");
+        let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+        let error = checkpoints.set_aside(0, &own()).unwrap_err().to_string();
+        assert!(
+            error.contains("step-00000010/socket") && error.contains("neither a file"),
+            "{error}"
+        );
+        assert_eq!(names(disk.path()), ["step-00000010"]);
+        assert!(names(checkpoints.abandoned()).is_empty());
+        std::fs::remove_file(socket).unwrap();
+        assert_eq!(checkpoints.set_aside(0, &own()).unwrap().moved.len(), 1);
+    }
+
+    /// The program was killed when a checkpoint was on both disks.
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn a_checkpoint_that_was_copied_already_is_not_copied_again() {
+        let Some((disk, run, checkpoints)) = on_another_disk() else {
+            return;
+        };
+        let written = write(&checkpoints, 10, 9);
+        let entry = entry_of(&written).unwrap();
+        let evaluation = |step| Entry::Evaluation {
+            step,
+            loss: 1.0,
+            accuracy: None,
+        };
+        std::fs::create_dir(written.join("notes")).unwrap();
+        std::fs::write(written.join("notes/a"), "of mine").unwrap();
+        let line = || Line::of(run.path(), None).unwrap();
+        let aside = |log: &[Entry]| {
+            Log::begin(run.path(), log.to_vec()).unwrap();
+            checkpoints.set_aside(0, &line()).unwrap()
+        };
+        let copy_back = || {
+            std::fs::create_dir(&written).unwrap();
+            let copy = checkpoints.abandoned().join("step-00000010");
+            copy_folder(&copy, &copy, &written).unwrap();
+        };
+        let mut log = vec![Entry::Start, entry];
+        let first = aside(&log);
+        for steps in [0, 2] {
+            log.extend((0..steps).map(|step| evaluation(11 + step)));
+            copy_back();
+            let again = aside(&log);
+            assert_eq!(again.moved, first.moved);
+            assert!(again.took_log && names(disk.path()).is_empty());
+            assert_eq!(names(checkpoints.abandoned()), ["step-00000010"]);
+            assert_eq!(log::read(&first.moved[0]).unwrap(), log);
+        }
+        // Another log, or another note, would be lost.
+        copy_back();
+        log.truncate(3);
+        assert_eq!(
+            aside(&log).moved,
+            [checkpoints.abandoned().join("step-00000010-2")]
+        );
+        copy_back();
+        std::fs::write(written.join("notes/a"), "of mine, too").unwrap();
+        assert_eq!(
+            aside(&log).moved,
+            [checkpoints.abandoned().join("step-00000010-3")]
+        );
     }
 
     #[test]

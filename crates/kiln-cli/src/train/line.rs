@@ -16,9 +16,8 @@
 
 use std::path::{Path, PathBuf};
 
-use kiln_hub::{HubError, write_atomic};
-
 use super::checkpoint::{Checkpoints, free_name};
+use super::copy::copy_file;
 use super::log::{self, Entry, LOG, Log};
 use super::state::entry_of;
 use crate::error::CliError;
@@ -156,18 +155,6 @@ fn last_shared(one: &[Entry], other: &[Entry]) -> u64 {
         .take_while(|(one, other)| one.0 == other.0 && is_same(one.1, other.1) && one.2 == other.2)
         .last()
         .map_or(0, |((step, ..), _)| step)
-}
-
-fn copy_file(from: &Path, to: &Path) -> Result<(), CliError> {
-    let copy = |temporary: &Path| {
-        let copied = std::fs::copy(from, temporary);
-        copied.map(drop).map_err(|source| HubError::Io {
-            action: "copy to",
-            path: to.to_path_buf(),
-            source,
-        })
-    };
-    Ok(write_atomic(to, copy)?)
 }
 
 #[cfg(test)]

@@ -11,6 +11,7 @@
 //! step's number, evaluations draw no random numbers.
 
 mod checkpoint;
+mod copy;
 pub(crate) mod curves;
 mod evaluate;
 pub mod export;
