@@ -9,6 +9,7 @@ use kiln_compiler::{Options, compile};
 use kiln_cuda::build::CacheFolder;
 use kiln_cuda::convolutions::{Convolution, ConvolutionArguments, Convolver, PlanLimits, Task, Tensor};
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
+use kiln_cuda::libraries::Nvrtc;
 use kiln_cuda::products::Number;
 use kiln_cuda::runtime::{Device, Storage};
 use kiln_cuda::sys::cudnn::{behavior_note, numerical_note};
@@ -24,6 +25,11 @@ const UNCHECKED: PlanLimits = PlanLimits {
     compiling: false,
     checked: false,
 };
+
+/// The driver's answer where memory is short.
+const OUT_OF_MEMORY: i32 = 2;
+/// The library's answer where a plan fails on the device.
+const EXECUTION_FAILED: i32 = 5000;
 
 /// Engines of these numerical notes.
 fn engines<const COUNT: usize>(notes: [&[i32]; COUNT]) -> Vec<FakeEngine> {
@@ -172,6 +178,27 @@ fn a_plan_is_of_one_version() {
     );
 }
 
+/// Where there is no memory to try plans on, the first one is taken as it is, which the plan says.
+#[test]
+fn a_plan_that_was_not_tried_says_so() {
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let stream = device.stream().unwrap();
+    let convolver = Convolver::new(&device, fake_cudnn(&engines([&[], &[]]))).unwrap();
+    let convolution = convolution(Number::F32, false);
+    let search = |limits| convolver.search(&stream, &convolution, limits);
+    let tried = search(UNCHECKED).unwrap();
+    assert_eq!(tried.timed, 2);
+    fake.fail("cuMemAllocFromPoolAsync", OUT_OF_MEMORY);
+    fake.calls();
+    let plan = search(PlanLimits::default()).unwrap();
+    assert_eq!((plan.timed, plan.microseconds), (0, 0.0));
+    assert!(text("cudnnBackendExecute", &fake.calls()).is_empty());
+    fake.fail("cuMemAllocFromPoolAsync", 0);
+    let error = search(PlanLimits::default()).unwrap_err().to_string();
+    assert!(error.contains("plans compute something else"), "{error}");
+}
+
 /// A convolution with strides, channels first, and what the library needs none of.
 const STEP: &str = "graph @step {
   %x = parameter 0 : f32[2,16,8,8]
@@ -180,6 +207,98 @@ const STEP: &str = "graph @step {
   %z = mul %y, %y : f32[2,32,4,4]
   return %z
 }";
+
+/// A process in which the step of [`STEP`] meets a device.
+#[derive(Clone, Copy)]
+struct Process {
+    /// The notes of the library's engine.
+    notes: &'static [i32],
+    /// Whether results of plans are looked at.
+    checks: bool,
+    /// Bytes of the device's memory.
+    memory: usize,
+    /// What a plan's call answers.
+    answer: i32,
+}
+
+/// One that takes what the stand-in computes.
+const TRUSTS: Process = Process {
+    notes: &[],
+    checks: false,
+    memory: 64 << 20,
+    answer: 0,
+};
+/// One that looks, and finds that the stand-in computes nothing.
+const LOOKS: Process = Process {
+    checks: true,
+    ..TRUSTS
+};
+
+impl Process {
+    /// Whether the library computes the convolution, and how often plans were called until that was known.
+    fn meets(self, nvrtc: &Nvrtc, cache: &CacheFolder) -> (bool, usize) {
+        let fake = FakeDriver::start(1, self.memory).unwrap();
+        let target = CudaTarget {
+            cudnn: true,
+            ..CudaTarget::default()
+        };
+        let compiled = compile(&Graph::parse(STEP).unwrap(), &Options::default(), &target).unwrap();
+        for function in &compiled.code.functions {
+            let pointers = function.text.parameters.len() + usize::from(function.guarded);
+            fake.declare(&function.name, &vec![8; pointers]);
+        }
+        let device = Device::open(fake.driver(), 0).unwrap();
+        let gpu = Gpu::in_cache(&device, nvrtc.clone(), cache).unwrap();
+        let gpu = gpu.with_cudnn(Some(fake_cudnn(&engines([self.notes]))));
+        let gpu = Arc::new(match self.checks {
+            true => gpu,
+            false => gpu.without_checks_of_plans(),
+        });
+        fake.fail("cudnnBackendExecute", self.answer);
+        let contract = compiled.contract();
+        let step = CudaExecutable::from_code("step", compiled.code, contract, &gpu).unwrap();
+        let is_taken = step.contract().kernels[0].name.starts_with("cuDNN convolution");
+        (is_taken, text("cudnnBackendExecute", &fake.calls()).len())
+    }
+}
+
+/// What a later process may answer otherwise is not kept for it.
+#[test]
+fn only_what_is_so_for_good_is_kept() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let place = tempfile::tempdir().unwrap();
+    let at = |name: &str| CacheFolder::at(place.path().join(name), 1 << 20);
+
+    // A plan that there was no memory to try. The next process tries it, and what it finds stays so.
+    let cache = at("memory");
+    let full = Process {
+        memory: 4 << 10,
+        ..LOOKS
+    };
+    assert_eq!(full.meets(&nvrtc, &cache), (true, 0));
+    assert_eq!(LOOKS.meets(&nvrtc, &cache), (false, 1));
+    assert_eq!(TRUSTS.meets(&nvrtc, &cache), (false, 0));
+
+    // A plan that failed, and does not any more.
+    let cache = at("failure");
+    let fails = Process {
+        answer: EXECUTION_FAILED,
+        ..TRUSTS
+    };
+    assert_eq!(fails.meets(&nvrtc, &cache), (false, 1));
+    let (is_taken, calls) = TRUSTS.meets(&nvrtc, &cache);
+    assert!(is_taken && calls > 0);
+    assert_eq!(LOOKS.meets(&nvrtc, &cache), (true, 0));
+
+    // No engine that does.
+    let cache = at("engine");
+    let varies = Process {
+        notes: &[numerical_note::NONDETERMINISTIC],
+        ..TRUSTS
+    };
+    assert_eq!(varies.meets(&nvrtc, &cache), (false, 0));
+    assert_eq!(TRUSTS.meets(&nvrtc, &cache), (false, 0));
+}
 
 /// A step calls the library for convolutions that the library takes, both in calls one by one and in a
 /// graph, and runs its own kernels for the others; the report says which.

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 pub use convolution::{Convolution, Task, Tensor};
 pub use run::{ConvolutionArguments, PreparedConvolution};
+pub(crate) use search::{Found, Trial};
 pub use search::{Plan, PlanLimits};
 
 use crate::error::{CudaError, Result};

@@ -27,7 +27,7 @@ use super::describe::Described;
 use super::descriptor::Descriptor;
 use super::run::{ConvolutionArguments, PreparedConvolution, about};
 use crate::error::{CudaError, Result};
-use crate::products::{Number, fastest, random, time_runs};
+use crate::products::{Number, Operand, fastest, random_for, time_runs};
 use crate::runtime::{Storage, Stream};
 use crate::sys::cudnn::{
     CudnnHandle, attribute, attribute_type, behavior_note, descriptor, heuristics_mode, numerical_note,
@@ -70,11 +70,12 @@ pub struct Plan {
     pub plan: String,
     /// Bytes of working memory.
     pub workspace_bytes: usize,
-    /// Time of one run, in microseconds; zero if there was no memory to try it on.
+    /// Time of one run, in microseconds; zero if there was no memory to try plans on.
     pub microseconds: f32,
     /// The same of the library's first proposal.
     pub first_microseconds: f32,
-    /// How many plans were timed.
+    /// How many plans were timed; zero if there was no memory to try plans on. Then this one's result was not
+    /// looked at, either.
     pub timed: usize,
     /// Milliseconds that making the plan took.
     pub made_milliseconds: f32,
@@ -82,6 +83,24 @@ pub struct Plan {
     pub compiles: bool,
     /// The library's version.
     pub library: String,
+}
+
+/// What a search has found out.
+pub(crate) enum Found<T> {
+    /// It has found this.
+    Plans(T),
+    /// The convolution has no plan, and never will: the library has no engine for it, or only such as compute
+    /// something else. An engine that failed, on the other hand, may run another day.
+    Nothing(CudaError),
+}
+
+impl<T> Found<T> {
+    fn ok(self) -> Result<T> {
+        match self {
+            Self::Plans(plans) => Ok(plans),
+            Self::Nothing(error) => Err(error),
+        }
+    }
 }
 
 /// The library's notes on an engine.
@@ -135,15 +154,47 @@ struct Candidate {
     compiles: bool,
 }
 
+impl Candidate {
+    fn plan(self, microseconds: f32, timed: usize, library: &str) -> Plan {
+        Plan {
+            plan: self.json,
+            workspace_bytes: self.prepared.workspace_bytes(),
+            microseconds,
+            first_microseconds: microseconds,
+            timed,
+            made_milliseconds: self.milliseconds,
+            compiles: self.compiles,
+            library: library.to_owned(),
+        }
+    }
+}
+
 impl Convolver {
-    /// Times the library's plans for `convolution` and returns the fastest.
+    /// Times the library's plans for `convolution` and returns the fastest. Where there is no memory to try
+    /// plans on, that is the library's first proposal, as it is: [`Plan::timed`] is zero.
     ///
     /// # Errors
     /// [`CudaError::Convolution`] if the library has none, [`CudaError::Lost`].
     pub fn search(&self, stream: &Stream, convolution: &Convolution, limits: PlanLimits) -> Result<Plan> {
-        let (mut plans, best) = self.timed(stream, convolution, limits)?;
+        self.find(stream, convolution, limits)?.ok()
+    }
+
+    /// As [`Self::search`], which says whether there never will be a plan.
+    ///
+    /// # Errors
+    /// [`CudaError::Convolution`] if the library's plans failed, [`CudaError::Lost`].
+    pub(crate) fn find(
+        &self,
+        stream: &Stream,
+        convolution: &Convolution,
+        limits: PlanLimits,
+    ) -> Result<Found<Plan>> {
+        let (mut plans, best) = match self.timed(stream, convolution, limits)? {
+            Found::Plans(found) => found,
+            Found::Nothing(error) => return Ok(Found::Nothing(error)),
+        };
         let first = plans[0].microseconds;
-        let timed = plans.len();
+        let timed = plans.iter().map(|plan| plan.timed).sum();
         let best = Plan {
             first_microseconds: first,
             timed,
@@ -157,11 +208,11 @@ impl Convolver {
             workspace = best.workspace_bytes,
             "a plan was chosen"
         );
-        Ok(best)
+        Ok(Found::Plans(best))
     }
 
-    /// The library's plans for `convolution`, in the order in which it believes in them, each timed. Never
-    /// none.
+    /// The library's plans for `convolution`, in the order in which it believes in them, each timed if there
+    /// is memory to try them on. Never none.
     ///
     /// # Errors
     /// Those of [`Self::search`].
@@ -171,7 +222,7 @@ impl Convolver {
         convolution: &Convolution,
         limits: PlanLimits,
     ) -> Result<Vec<Plan>> {
-        Ok(self.timed(stream, convolution, limits)?.0)
+        Ok(self.timed(stream, convolution, limits)?.ok()?.0)
     }
 
     /// The same, and the place of the fastest.
@@ -180,78 +231,71 @@ impl Convolver {
         stream: &Stream,
         convolution: &Convolution,
         limits: PlanLimits,
-    ) -> Result<(Vec<Plan>, usize)> {
-        self.with_handle(|handle| {
+    ) -> Result<Found<(Vec<Plan>, usize)>> {
+        let found = self.with_handle(|handle| {
             let candidates = self.candidates(handle, convolution, limits)?;
-            let trial = match Trial::new(stream, convolution, &candidates) {
-                Ok(trial) => Some(trial),
-                // Then the heuristic's first proposal is taken untimed.
-                Err(CudaError::OutOfMemory { .. }) => None,
+            if candidates.is_empty() {
+                return Ok(Found::Nothing(no_engine()));
+            }
+            let bytes = candidates
+                .iter()
+                .map(|candidate| candidate.prepared.workspace_bytes());
+            let trial = match Trial::new(stream, convolution, bytes.max().unwrap_or(0)) {
+                Ok(trial) => trial,
+                Err(CudaError::OutOfMemory { .. }) => {
+                    let plan = |candidate: Candidate| candidate.plan(0.0, 0, self.version());
+                    return Ok(Found::Plans((candidates.into_iter().map(plan).collect(), 0)));
+                }
                 Err(error) => return Err(error),
             };
+            let arguments = trial.arguments();
             let check = limits.checked.then(|| Check::new(convolution));
-            let (mut timed, mut least, mut refused) = (Vec::new(), None, None);
+            let (mut timed, mut least, mut failed) = (Vec::new(), None, None);
             for candidate in candidates {
-                if let (Some(trial), Some(check)) = (&trial, &check) {
-                    let arguments = trial.arguments();
-                    let run = || candidate.prepared.run_with(handle, stream, &arguments);
-                    match check.passes(stream, convolution.task, &arguments, run) {
-                        Ok(true) => {}
-                        Ok(false) => {
-                            let version = self.version();
-                            tracing::warn!(%convolution, "a plan of cuDNN {version} computes something else: not used");
-                            refused = Some(wrong());
-                            continue;
-                        }
-                        Err(error @ CudaError::Convolution { .. }) => {
-                            refused = Some(error);
-                            continue;
-                        }
-                        Err(error) => return Err(error),
-                    }
-                }
-                let microseconds = match &trial {
-                    Some(trial) => {
-                        let time = time_runs(stream, limits.runs, least, || {
-                            candidate.prepared.run_with(handle, stream, &trial.arguments())
-                        });
-                        match time {
-                            Ok(time) => time,
-                            Err(error @ CudaError::Convolution { .. }) => {
-                                refused = Some(error);
-                                continue;
-                            }
-                            Err(error) => return Err(error),
-                        }
-                    }
-                    None => 0.0,
+                let run = || candidate.prepared.run_with(handle, stream, &arguments);
+                let time = || match &check {
+                    Some(check) if !check.passes(stream, convolution.task, &arguments, run)? => Ok(None),
+                    _ => time_runs(stream, limits.runs, least, run).map(Some),
                 };
-                least = Some(least.map_or(microseconds, |least: f32| least.min(microseconds)));
-                timed.push((candidate, microseconds));
+                match time() {
+                    Ok(Some(microseconds)) => {
+                        least = Some(least.map_or(microseconds, |least: f32| least.min(microseconds)));
+                        timed.push((candidate, microseconds));
+                    }
+                    Ok(None) => {
+                        let version = self.version();
+                        tracing::warn!(
+                            %convolution,
+                            "a plan of cuDNN {version} computes something else: not used"
+                        );
+                    }
+                    Err(error @ CudaError::Convolution { .. }) => failed = Some(error),
+                    Err(error) => return Err(error),
+                }
             }
-            let best = match &trial {
-                Some(trial) => fastest(stream, limits.runs, &mut timed, |candidate| {
-                    candidate.prepared.run_with(handle, stream, &trial.arguments())
-                })?,
-                None => (!timed.is_empty()).then_some(0),
-            };
-            let best = best.ok_or_else(|| refused.unwrap_or_else(no_engine))?;
-            let plan = |(candidate, microseconds): (Candidate, f32)| Plan {
-                plan: candidate.json,
-                workspace_bytes: candidate.prepared.workspace_bytes(),
-                microseconds,
-                first_microseconds: microseconds,
-                timed: 1,
-                made_milliseconds: candidate.milliseconds,
-                compiles: candidate.compiles,
-                library: self.version().to_owned(),
-            };
-            Ok((timed.into_iter().map(plan).collect(), best))
-        })
-        .map_err(about(convolution))
+            let best = fastest(stream, limits.runs, &mut timed, |candidate| {
+                candidate.prepared.run_with(handle, stream, &arguments)
+            })?;
+            match (best, failed) {
+                (Some(best), _) => {
+                    let plan = |(candidate, microseconds): (Candidate, f32)| {
+                        candidate.plan(microseconds, 1, self.version())
+                    };
+                    Ok(Found::Plans((timed.into_iter().map(plan).collect(), best)))
+                }
+                (None, Some(error)) => Err(error),
+                (None, None) => Ok(Found::Nothing(wrong())),
+            }
+        });
+        let about = about(convolution);
+        match found {
+            Ok(Found::Nothing(error)) => Ok(Found::Nothing(about(error))),
+            found => found.map_err(about),
+        }
     }
 
-    /// Plans whose results are what was asked for and whose working memory is small enough.
+    /// Plans of engines that round as asked for, and whose working memory is small enough; none if the
+    /// library has none.
     fn candidates(
         &self,
         handle: CudnnHandle,
@@ -286,10 +330,7 @@ impl Convolver {
         if (made.is_empty() || limits.compiling) && !convolution.is_narrow() {
             made.extend(self.make(handle, convolution, &compiling, true, limits)?);
         }
-        match made.is_empty() {
-            true => Err(no_engine()),
-            false => Ok(made),
-        }
+        Ok(made)
     }
 
     /// The first of `configurations` that make plans.
@@ -372,7 +413,7 @@ fn wrong() -> CudaError {
 }
 
 /// Memory to try plans on.
-struct Trial {
+pub(crate) struct Trial {
     x: Arc<Storage>,
     w: Arc<Storage>,
     y: Arc<Storage>,
@@ -380,20 +421,25 @@ struct Trial {
 }
 
 impl Trial {
-    fn new(stream: &Stream, convolution: &Convolution, candidates: &[Candidate]) -> Result<Self> {
-        let workspace = candidates
-            .iter()
-            .map(|candidate| candidate.prepared.workspace_bytes());
-        let memory = |tensor: &super::Tensor| random(stream, tensor.bytes(), tensor.number);
+    /// Memory for `convolution`, with so many bytes for its plans to work in.
+    pub(crate) fn new(stream: &Stream, convolution: &Convolution, workspace_bytes: usize) -> Result<Self> {
+        let [_, second, _] = convolution.tensors();
+        let memory = |tensor: &super::Tensor| {
+            let operand = match std::ptr::eq(tensor, second) {
+                true => Operand::Second,
+                false => Operand::First,
+            };
+            random_for(stream, tensor.bytes(), tensor.number, operand)
+        };
         Ok(Self {
             x: memory(&convolution.x)?,
             w: memory(&convolution.w)?,
             y: memory(&convolution.y)?,
-            workspace: Arc::new(Storage::allocate(stream, workspace.max().unwrap_or(0))?),
+            workspace: Arc::new(Storage::allocate(stream, workspace_bytes)?),
         })
     }
 
-    fn arguments(&self) -> ConvolutionArguments<'_> {
+    pub(crate) fn arguments(&self) -> ConvolutionArguments<'_> {
         ConvolutionArguments {
             x: (&self.x, 0),
             w: (&self.w, 0),

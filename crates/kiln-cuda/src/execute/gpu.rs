@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use kiln_distributed::World;
 
 use crate::build::{CacheFolder, Compiler, Key, Store, code_store};
-use crate::convolutions::{Convolution, Convolver, Plan, PlanLimits, PreparedConvolution};
+use crate::convolutions::{Convolution, Convolver, Found, Plan, PlanLimits, PreparedConvolution};
 use crate::error::{CudaError, Result};
 use crate::libraries::{CublasLt, Cudnn, Driver, Nvrtc, Search, open_nccl};
 use crate::pictures::Decoder;
@@ -361,7 +361,7 @@ impl Gpu {
     }
 
     /// cuDNN on this device, if it starts. It finds cuBLASLt only where that was opened before.
-    fn convolver(&self) -> Option<&Convolver> {
+    pub(super) fn convolver(&self) -> Option<&Convolver> {
         let start = || {
             let library = self.cudnn()?.clone();
             if let Err(error) = CublasLt::open(&Search::from_env()) {
@@ -390,6 +390,9 @@ impl Gpu {
     /// The convolution with the library's fastest plan in `workspace` bytes of working memory: known, on
     /// disk, or searched for now. None if the library is not there or does not take the convolution.
     ///
+    /// An answer that may be another one next time is not kept on disk: a plan that there was no memory to
+    /// try, or a failure of the library's plans.
+    ///
     /// # Errors
     /// [`CudaError::Lost`] and [`CudaError::Driver`].
     pub(super) fn plan(
@@ -407,7 +410,7 @@ impl Gpu {
         }
         let description = format!("{convolution:?} {workspace}");
         let name = Key::of([
-            "checked convolution",
+            "convolution checked at more elements",
             &self.device.description().name,
             convolver.version(),
             &description,
@@ -424,13 +427,26 @@ impl Gpu {
                     checked: self.checks_plans,
                     ..PlanLimits::default()
                 };
-                let found = taken(convolver.search(&self.stream, convolution, limits))?;
-                let prepared = match &found {
-                    Some(plan) => prepare(plan)?,
-                    None => None,
+                let found = taken(convolver.find(&self.stream, convolution, limits))?;
+                let (prepared, kept) = match found {
+                    Some(Found::Plans(plan)) => {
+                        let prepared = prepare(&plan)?;
+                        if plan.timed == 0 {
+                            tracing::warn!(
+                                %convolution,
+                                "no memory to try cuDNN's plans on: its first one is used, unchecked, until \
+                                 this process ends"
+                            );
+                        }
+                        let is_kept = prepared.is_some() && plan.timed > 0;
+                        (prepared, is_kept.then_some(Some(plan)))
+                    }
+                    Some(Found::Nothing(error)) => (taken(Err(error))?, Some(None)),
+                    None => (None, None),
                 };
-                let kept = found.filter(|_| prepared.is_some());
-                if let Ok(bytes) = serde_json::to_vec(&kept) {
+                if let Some(kept) = kept
+                    && let Ok(bytes) = serde_json::to_vec(&kept)
+                {
                     self.store.put(&name, &bytes, "choice of a plan", "");
                 }
                 prepared

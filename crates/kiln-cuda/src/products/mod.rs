@@ -16,8 +16,8 @@ mod timing;
 
 pub use product::{ALIGNED, Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom, alignment};
 pub use run::{Place, PreparedProduct, ProductArguments};
+pub(crate) use search::{BLOCK, Operand, Trial, block, random, random_for};
 pub use search::{Choice, SearchLimits};
-pub(crate) use search::{Trial, block, random};
 pub(crate) use timing::{fastest, time_in_turns, time_runs};
 
 use crate::error::{CudaError, Result};

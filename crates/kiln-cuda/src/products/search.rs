@@ -204,7 +204,12 @@ impl Trial {
         let [left, right, result] = starts;
         Ok(Self {
             left: random(stream, left + product.left_bytes(), product.left.number)?,
-            right: random(stream, right + product.right_bytes(), product.right.number)?,
+            right: random_for(
+                stream,
+                right + product.right_bytes(),
+                product.right.number,
+                Operand::Second,
+            )?,
             result: random(stream, result + product.result_bytes(), number)?,
             starts,
             vector: random(stream, product.vector_bytes(), number)?,
@@ -228,13 +233,32 @@ impl Trial {
     }
 }
 
-/// Bytes that [`random`] draws on the host; the device repeats them.
-const BLOCK: usize = 1 << 20;
+/// Bytes that [`random`] draws on the host; the device repeats them. The images and rows of real tensors are
+/// whole numbers of powers of two, and of small multiples of these. A prime, 131,071, keeps the period from
+/// being one of them: then all images would be the same, and a result of the wrong image as right as any.
+pub(crate) const BLOCK: usize = 8 * 131_071;
 
-/// `bytes` bytes of random numbers between -1 and 1: those of [`block`], over and over.
+/// Which operand random numbers are for. Were both the same, a result of the wrong operand would not differ.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operand {
+    First,
+    Second,
+}
+
+/// `bytes` bytes of random numbers between -1 and 1: those of [`block`] for the first operand, over and over.
 pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
+    random_for(stream, bytes, number, Operand::First)
+}
+
+/// As [`random`], for either operand.
+pub(crate) fn random_for(
+    stream: &Stream,
+    bytes: usize,
+    number: Number,
+    operand: Operand,
+) -> Result<Arc<Storage>> {
     let storage = Arc::new(Storage::allocate(stream, bytes)?);
-    let block = block(number);
+    let block = block(number, operand);
     let mut filled = block.len().min(bytes);
     stream.write(&block[..filled], &storage, 0)?;
     while filled < bytes {
@@ -245,14 +269,18 @@ pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Ar
     Ok(storage)
 }
 
-/// What [`random`] repeats, drawn once.
-pub(crate) fn block(number: Number) -> &'static [u8] {
-    static DRAWN: [OnceLock<Vec<u8>>; 4] = [const { OnceLock::new() }; 4];
-    DRAWN[number as usize].get_or_init(|| draw(number))
+/// What [`random_for`] repeats, [`BLOCK`] bytes, drawn once.
+pub(crate) fn block(number: Number, operand: Operand) -> &'static [u8] {
+    static DRAWN: [[OnceLock<Vec<u8>>; 4]; 2] = [const { [const { OnceLock::new() }; 4] }; 2];
+    DRAWN[operand as usize][number as usize].get_or_init(|| draw(number, operand))
 }
 
-fn draw(number: Number) -> Vec<u8> {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
+fn draw(number: Number, operand: Operand) -> Vec<u8> {
+    // Any two numbers but zero.
+    let mut state: u64 = match operand {
+        Operand::First => 0x9e37_79b9_7f4a_7c15,
+        Operand::Second => 0xd1b5_4a32_d192_ed03,
+    };
     let mut block = Vec::with_capacity(BLOCK);
     while block.len() < BLOCK {
         // Xorshift; the top bits are the better ones.
@@ -281,4 +309,51 @@ fn draw(number: Number) -> Vec<u8> {
         }
     }
     block
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::Device;
+    use crate::testing::FakeDriver;
+
+    const NUMBERS: [Number; 4] = [Number::F64, Number::F32, Number::F16, Number::Bf16];
+
+    /// What lies some power of two further on, or three, five or seven of them, is not the same again.
+    #[test]
+    fn images_of_round_sizes_differ() {
+        for number in NUMBERS {
+            let block = block(number, Operand::First);
+            assert_eq!(block.len(), BLOCK);
+            let size = number.bytes();
+            let from = |at: usize| (0..256).map(move |byte| block[(at * size + byte) % BLOCK]);
+            for power in 0..32 {
+                for odd in [1, 3, 5, 7, 9, 49] {
+                    assert!(!from(0).eq(from(odd << power)), "{number}: {odd} << {power}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn operands_differ() {
+        for number in NUMBERS {
+            let [first, second] = [Operand::First, Operand::Second].map(|operand| block(number, operand));
+            let same = first.iter().zip(second).filter(|(a, b)| a == b).count();
+            assert!(same < BLOCK / 8, "{number}: {same}");
+        }
+    }
+
+    #[test]
+    fn memory_repeats_the_block() {
+        let fake = FakeDriver::start(1, 16 << 20).unwrap();
+        let stream = Device::open(fake.driver(), 0).unwrap().stream().unwrap();
+        for bytes in [24, BLOCK, 3 * BLOCK + 24] {
+            let memory = random_for(&stream, bytes, Number::F16, Operand::Second).unwrap();
+            let mut found = vec![0; bytes];
+            stream.read(&memory, 0, &mut found).unwrap();
+            let block = block(Number::F16, Operand::Second);
+            assert!(found.iter().eq(block.iter().cycle().take(bytes)), "{bytes}");
+        }
+    }
 }
