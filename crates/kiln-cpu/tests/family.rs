@@ -89,6 +89,7 @@ fn check(
     outcome
 }
 
+/// One test, because a family costs some ten seconds of the C compiler's time before it shares.
 #[test]
 fn steps_of_many_lengths_share_their_functions() {
     let family = family(2);
@@ -124,17 +125,39 @@ fn steps_of_many_lengths_share_their_functions() {
         );
         assert_eq!(executable.contract().aliases, constant.contract().aliases);
     }
+    threads_run_two_shapes_at_once(&family);
+    lengths_of_another_form_are_built_once(&family);
 }
 
-#[test]
-fn a_length_of_another_form_is_built_once() {
-    let family = family(2);
-    check(&family, &step(2, 20), "length 20");
-    check(&family, &step(2, 27), "length 27");
+fn threads_run_two_shapes_at_once(family: &Family) {
+    let shapes = [step(2, 27), step(2, 31)];
+    let executables = shapes
+        .each_ref()
+        .map(|(graph, ..)| family.compile(graph).unwrap().0);
+    let alone = |at: usize| {
+        let (graph, tensors, scalars) = &shapes[at];
+        support::run(&executables[at], graph, tensors, scalars, 1)
+    };
+    let expected = [alone(0), alone(1)];
+    std::thread::scope(|scope| {
+        for at in [0, 1] {
+            let (alone, expected) = (&alone, &expected[at]);
+            scope.spawn(move || {
+                for _ in 0..20 {
+                    equal(&alone(at), expected, "beside another shape");
+                }
+            });
+        }
+    });
+}
+
+fn lengths_of_another_form_are_built_once(family: &Family) {
+    let before = family.stats().builds;
     for length in [1, 2, 3] {
-        check(&family, &step(2, length), &format!("length {length}"));
+        check(family, &step(2, length), &format!("length {length}"));
     }
     let builds = family.stats().builds;
+    assert!(builds > before, "these lengths have no form of their own");
     for length in [1, 2, 3] {
         let (_, outcome) = family.compile(&step(2, length).0).unwrap();
         assert_eq!(outcome, Outcome::Known);
@@ -152,31 +175,6 @@ fn the_last_batch_of_an_epoch_shares_too() {
         check(&family, &step(batch, 16), &format!("batch {batch}"));
     }
     assert!(family.stats().builds <= builds + 1, "{:?}", family.stats());
-}
-
-#[test]
-fn threads_run_two_shapes_at_once() {
-    let family = family(1);
-    let shapes = [step(2, 20), step(2, 27), step(2, 31)];
-    let executables: Vec<CpuExecutable> = shapes
-        .iter()
-        .map(|(graph, ..)| family.compile(graph).unwrap().0)
-        .collect();
-    let alone = |at: usize| {
-        let (graph, tensors, scalars) = &shapes[at];
-        support::run(&executables[at], graph, tensors, scalars, 1)
-    };
-    let expected = [alone(1), alone(2)];
-    std::thread::scope(|scope| {
-        for at in [1, 2] {
-            let (alone, expected) = (&alone, &expected[at - 1]);
-            scope.spawn(move || {
-                for _ in 0..20 {
-                    equal(&alone(at), expected, "beside another shape");
-                }
-            });
-        }
-    });
 }
 
 #[test]

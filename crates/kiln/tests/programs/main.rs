@@ -40,22 +40,34 @@ mod trainer;
 use program::{Program, Way};
 
 /// Makes two tests of each program: `programs! { function => Expectation, .. }`.
+///
+/// Tests start in the order of their names. So all programs of a file run on one thread before the first runs
+/// on two threads, when the objects of most kernels are in the cache: side by side both tests would compile
+/// them.
 macro_rules! programs {
-    ($($name:ident => $expected:expr),* $(,)?) => {$(
-        mod $name {
+    ($($name:ident => $expected:expr),* $(,)?) => {
+        const FILE: &str = module_path!();
+
+        mod one_thread {
             use crate::program::Expectation::*;
 
-            #[test]
-            fn one_thread() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::ONE_THREAD);
-            }
-
-            #[test]
-            fn two_threads() {
-                crate::check(module_path!(), super::$name, $expected, crate::program::TWO_THREADS);
-            }
+            $(#[test]
+            fn $name() {
+                let path = [super::FILE, stringify!($name)];
+                crate::check(path, super::$name, $expected, crate::program::ONE_THREAD);
+            })*
         }
-    )*};
+
+        mod two_threads {
+            use crate::program::Expectation::*;
+
+            $(#[test]
+            fn $name() {
+                let path = [super::FILE, stringify!($name)];
+                crate::check(path, super::$name, $expected, crate::program::TWO_THREADS);
+            })*
+        }
+    };
 }
 pub(crate) use programs;
 
@@ -73,9 +85,9 @@ fn known(name: &str) -> bool {
 }
 
 /// Runs a program plainly and compiled, in each of the ways.
-fn check(path: &str, program: fn(&Program), expected: program::Expectation, ways: [Way; 2]) {
-    let name = path.split_once("::").map_or(path, |(_, name)| name);
-    if known(name) {
+fn check([file, name]: [&str; 2], program: fn(&Program), expected: program::Expectation, ways: [Way; 2]) {
+    let theme = file.split_once("::").map_or(file, |(_, theme)| theme);
+    if known(&format!("{theme}::{name}")) {
         return;
     }
     for way in ways.map(Way::on_this_machine) {

@@ -88,8 +88,11 @@ template <class T> void kiln_fragment_product(float (&sum)[4], const kiln_u32 (&
         const kiln_u32 word = lanes[4 * lane + k % 8 / 2][register_of_half + stride * (k / 8)];
         return kiln_widen(T { (kiln_u16)(word >> (16 * (k % 2))) });
     };
-    for (int i = 0; i < 4; i++)
-        for (int k = 0; k < 16; k++) sum[i] += element(g, i / 2, 2, k) * element(2 * t + i % 2, 4, 1, k);
+    for (int k = 0; k < 16; k++) {
+        const float rows[2] = { element(g, 0, 2, k), element(g, 1, 2, k) };
+        const float columns[2] = { element(2 * t, 4, 1, k), element(2 * t + 1, 4, 1, k) };
+        for (int i = 0; i < 4; i++) sum[i] += rows[i / 2] * columns[i % 2];
+    }
 }
 
 // The instruction does not look at the 13 bits that TF32 has not.

@@ -71,25 +71,28 @@ fn advance(index: &mut [i64], extents: &[i64]) -> bool {
 fn each_pair(convolution: &Convolution, add: &mut impl FnMut([usize; 3])) {
     let Convolution { x, w, y, .. } = convolution;
     let (per_group, out_of_group) = (w.extents[1], w.extents[0] / convolution.groups());
+    let window = &w.extents[2..];
     let mut out = vec![0; y.extents.len()];
     loop {
-        let mut tap = vec![0; w.extents.len() - 1];
+        // Channel zero of the group, at the pixel.
+        let channel = out[1] / out_of_group * per_group;
+        let (first, written) = (out[0] * x.strides[0] + channel * x.strides[1], position(y, &out));
+        let mut tap = vec![0; window.len()];
         loop {
-            // Channel of the group, then the window.
-            let group = out[1] / out_of_group;
-            let mut at = vec![out[0], group * per_group + tap[0]];
-            let inside = (0..convolution.stride.len()).all(|axis| {
-                let place = out[2 + axis] * convolution.stride[axis]
-                    + tap[1 + axis] * convolution.dilation[axis]
+            let (mut read, mut weight, mut inside) = (first, out[1] * w.strides[0], true);
+            for (axis, &tap) in tap.iter().enumerate() {
+                let place = out[2 + axis] * convolution.stride[axis] + tap * convolution.dilation[axis]
                     - convolution.low[axis];
-                at.push(place);
-                (0..x.extents[2 + axis]).contains(&place)
-            });
-            if inside {
-                let weight: Vec<i64> = std::iter::once(out[1]).chain(tap.iter().copied()).collect();
-                add([position(x, &at), position(w, &weight), position(y, &out)]);
+                inside &= (0..x.extents[2 + axis]).contains(&place);
+                read += place * x.strides[2 + axis];
+                weight += tap * w.strides[2 + axis];
             }
-            if !advance(&mut tap, &w.extents[1..]) {
+            let channels = if inside { per_group } else { 0 };
+            for channel in 0..channels {
+                let at = [read + channel * x.strides[1], weight + channel * w.strides[1]];
+                add([at[0] as usize, at[1] as usize, written]);
+            }
+            if !advance(&mut tap, window) {
                 break;
             }
         }

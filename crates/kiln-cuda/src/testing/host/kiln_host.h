@@ -197,9 +197,15 @@ inline void fill(unsigned char* memory, size_t bytes)
 
 inline bool untouched(const unsigned char* memory, size_t bytes)
 {
-    for (size_t i = 0; i < bytes; i++)
-        if (memory[i] != (unsigned char)(NOISE >> (8 * (i % 2)))) return false;
-    return true;
+    unsigned long long words = NOISE * 0x0001000100010001ull, differences = 0;
+    size_t i = 0;
+    for (; i + 8 <= bytes; i += 8) {
+        unsigned long long there;
+        memcpy(&there, memory + i, 8);
+        differences |= there ^ words;
+    }
+    for (; i < bytes; i++) differences |= memory[i] ^ (unsigned char)(NOISE >> (8 * (i % 2)));
+    return differences == 0;
 }
 
 // Keeps the first failure of a launch.

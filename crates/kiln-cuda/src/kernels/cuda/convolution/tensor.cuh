@@ -52,13 +52,18 @@ inline void multiply_fragments(float (&sum)[4], const float (&left)[4], float lo
     for (float& x : mine) x = PER_WORD > 1 ? x : __uint_as_float(__float_as_uint(x) & ~0x1fffu);
     const auto lanes = gather(mine);
     int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    for (int i = 0; i < 4; i++)
-        for (int k = 0; k < 8; k++) {
-            Word a, b;
-            __builtin_memcpy(&a, &lanes[4 * g + k % 4][i / 2 + k / 4 * 2], 4);
-            __builtin_memcpy(&b, &lanes[4 * (2 * t + i % 2) + k % 4][4 + k / 4], 4);
-            for (int j = 0; j < PER_WORD; j++) sum[i] += widen(a.at[j]) * widen(b.at[j]);
+    for (int k = 0; k < 8; k++) {
+        Word rows[2], columns[2];
+        for (int i = 0; i < 2; i++) {
+            __builtin_memcpy(&rows[i], &lanes[4 * g + k % 4][i + k / 4 * 2], 4);
+            __builtin_memcpy(&columns[i], &lanes[4 * (2 * t + i) + k % 4][4 + k / 4], 4);
         }
+        for (int j = 0; j < PER_WORD; j++) {
+            const float row[2] = { widen(rows[0].at[j]), widen(rows[1].at[j]) };
+            const float column[2] = { widen(columns[0].at[j]), widen(columns[1].at[j]) };
+            for (int i = 0; i < 4; i++) sum[i] += row[i / 2] * column[i % 2];
+        }
+    }
 }
 
 inline void load_transposed(float (&to)[4], const T* row)
