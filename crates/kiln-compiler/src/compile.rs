@@ -19,7 +19,7 @@ use crate::stages::Stages;
 use crate::target::{Emitted, Step, Target};
 use crate::transform::Transformed;
 use crate::transform::autocast::AutocastReport;
-use crate::{buckets, debug, partition, products, transform};
+use crate::{buckets, debug, partition, products, transform, weights};
 
 /// The result of [`compile`].
 pub struct CompiledStep<T: Target> {
@@ -132,6 +132,16 @@ pub fn compile<T: Target>(
                 dumps.push(("products".into(), joined.to_string()));
             }
             joined
+        }
+        None => graph,
+    };
+    let copied = stages.time("weights", || weights::run(&graph, options, target.policy()));
+    let graph = match copied.map_err(CompileError::pass("weights"))? {
+        Some(copied) => {
+            if options.wants_dumps() {
+                dumps.push(("weights".into(), copied.to_string()));
+            }
+            copied
         }
         None => graph,
     };

@@ -44,6 +44,7 @@ pub mod target;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod transform;
+pub mod weights;
 
 pub use checks::{Check, IndexUse};
 pub use compile::{CompiledStep, compile};

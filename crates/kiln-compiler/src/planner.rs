@@ -14,6 +14,7 @@ use crate::plan::{self, Plan};
 use crate::products;
 use crate::schedule::{Schedule, fuse};
 use crate::target::Target;
+use crate::weights;
 
 /// The target's decision on each kernel of `schedule`.
 ///
@@ -65,6 +66,9 @@ impl<T: Target> ArenaPlanner<'_, T> {
         let joined = products::join(graph, self.options, self.target.policy());
         let joined = joined.map_err(CompileError::pass("products"))?;
         let graph = joined.as_ref().unwrap_or(graph);
+        let copied = weights::run(graph, self.options, self.target.policy());
+        let copied = copied.map_err(CompileError::pass("weights"))?;
+        let graph = copied.as_ref().unwrap_or(graph);
         let schedule = fuse::schedule(graph, self.options, self.target.policy());
         let kernels = kernels(graph, &schedule, self.target)?;
         Ok(memory(graph, &schedule, &kernels, self.target).arena_bytes as u64)

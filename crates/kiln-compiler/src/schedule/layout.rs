@@ -19,6 +19,7 @@ use kiln_graph::{Graph, NodeData, Shape, Users, Value};
 use super::class::{Class, classify, node_index};
 use crate::index::{Index, linear};
 use crate::policy::Policy;
+use crate::weights;
 
 /// For values that are not stored row-major: the order of their dimensions in memory, outermost first.
 pub type Layouts = FxHashMap<Value, Dims>;
@@ -83,7 +84,8 @@ fn is_image_operation(op: &Op, spatial: usize, policy: &Policy) -> bool {
     }
 }
 
-/// Channels-last layouts of images: results of image operations and of pointwise operations on those.
+/// Channels-last layouts of images: results of image operations and of pointwise operations on those. And of
+/// weights that are copied or cast for convolutions of such.
 fn images(graph: &Graph, users: &Users, policy: &Policy) -> Layouts {
     let classes = classify(graph, policy);
     let mut layouts = Layouts::default();
@@ -94,7 +96,9 @@ fn images(graph: &Graph, users: &Users, policy: &Policy) -> Layouts {
             let Some(spatial) = shape.rank().checked_sub(2).filter(|&spatial| spatial > 0) else {
                 continue;
             };
+            let is_weight = weights::is_read_alone(graph, users, policy, value);
             let made = match class {
+                Class::Pointwise if is_weight => true,
                 Class::Library => {
                     is_image_operation(&data.op, spatial, policy)
                         && !matches!(data.op, Op::ConvWeightGrad { .. })
@@ -112,7 +116,7 @@ fn images(graph: &Graph, users: &Users, policy: &Policy) -> Layouts {
             let taken = users.of(value).iter().all(|&user| {
                 let data = graph.node(user);
                 let only_image = match data.op {
-                    Op::Conv(_) | Op::ConvInputGrad { .. } => data.inputs[1] != value,
+                    Op::Conv(_) | Op::ConvInputGrad { .. } => data.inputs[1] != value || is_weight,
                     _ => true,
                 };
                 match classes[node_index(user)] {

@@ -51,10 +51,13 @@ pub fn join_casts(graph: &Graph, kernels: Vec<Kernel>) -> Vec<Kernel> {
             && kernel.nodes.iter().all(casts)
             && kernel.reads.iter().all(given)
     });
-    // Parts of the step that share no kernels: those of the forward pass, those behind it, and chunks.
+    // Parts of the step that share no kernels: those of the forward pass, those behind it, and chunks. Copies
+    // ([`weights`](crate::weights)) are for later than what is cast, on which the first operations wait.
     let part = |kernel: &Kernel| {
-        let provenance = &graph.node(kernel.nodes[0]).provenance;
-        (provenance.phase.is_after_forward(), provenance.chunk)
+        let data = graph.node(kernel.nodes[0]);
+        let provenance = &data.provenance;
+        let copies = graph.dtype(data.inputs[0]) == graph.dtype(data.outputs[0]);
+        (provenance.phase.is_after_forward(), provenance.chunk, copies)
     };
     let mut parts: Vec<Vec<Kernel>> = Vec::new();
     for kernel in casts {

@@ -117,7 +117,7 @@ impl Fuser<'_> {
     }
 
     /// Whether an optimizer's operations are among those of `nest`.
-    fn updates(&self, nest: &Nest) -> bool {
+    pub(super) fn updates(&self, nest: &Nest) -> bool {
         let phase = |&node: &Node| self.graph.node(node).provenance.phase;
         nest.members.iter().any(|node| phase(node) == Phase::Optimizer)
     }
