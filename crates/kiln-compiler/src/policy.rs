@@ -45,6 +45,8 @@ pub struct Policy {
     pub cached_elements: usize,
     /// Whether images are stored channels-last.
     pub channels_last: bool,
+    /// Whether convolutions of such images read weights whose channels come last, too ([`crate::weights`]).
+    pub weights_last: bool,
     /// Most spatial dimensions of a convolution that a template computes.
     pub convolution_dimensions: usize,
     /// Most spatial dimensions of a pooling that a template computes.
@@ -61,6 +63,9 @@ pub struct Policy {
     pub epilogue_sums: Option<usize>,
     /// Whether convolutions of single pixels, channels-last, are products of that template.
     pub epilogue_pixels: bool,
+    /// What channels of an image, channels-last, are multiples of in other convolutions that the template computes,
+    /// and in gradients of the input of such without strides; none where there are none.
+    pub epilogue_windows: Option<usize>,
     /// Fewest elements of such a result.
     pub epilogue_elements: usize,
     /// What columns, and distances between rows in memory, of such a product are multiples of.

@@ -135,6 +135,21 @@ pub fn is_of_pixels(graph: &Graph, data: &NodeData) -> bool {
         && data.op.is_pixelwise(graph.shape(data.inputs[1]))
 }
 
+/// Whether `data` is any other convolution of images of two dimensions or one, without groups, or the gradient of the
+/// input of one without strides, and the image that it reads has a multiple of `unit` channels: a product of the
+/// image's windows by the weight.
+pub fn is_of_windows(graph: &Graph, data: &NodeData, unit: usize) -> bool {
+    let conv = match &data.op {
+        Op::Conv(conv) => conv,
+        Op::ConvInputGrad { conv, .. } if conv.stride.iter().all(|&stride| stride == 1) => conv,
+        _ => return false,
+    };
+    conv.groups == 1
+        && (1..=2).contains(&conv.stride.len())
+        && graph.shape(data.inputs[0])[1].is_multiple_of(unit)
+        && !is_of_pixels(graph, data)
+}
+
 /// The stored values, and windows on such, that operand `operand` of a product consists of.
 pub fn pieces(graph: &Graph, node: Node, cut: Option<Cut>, operand: usize) -> &[Value] {
     let inputs = &graph.node(node).inputs;

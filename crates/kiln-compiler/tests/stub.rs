@@ -54,6 +54,7 @@ const JOINED: Policy = Policy {
 const SUMMED: Policy = Policy {
     epilogue_sums: Some(3),
     epilogue_pixels: true,
+    epilogue_windows: Some(1),
     ..POLICY
 };
 
@@ -97,6 +98,8 @@ fn drawn(seed: u64) -> Policy {
         joined_share: *rng.choose(&[1, 2, 3]),
         epilogue_sums: *rng.choose(&[None, Some(0), Some(1), Some(4)]),
         epilogue_pixels: *rng.choose(&[false, true]),
+        weights_last: *rng.choose(&[false, true]),
+        epilogue_windows: *rng.choose(&[None, Some(1), Some(2)]),
         ..POLICY
     }
 }
@@ -392,9 +395,15 @@ fn statistics_follow_the_product_that_makes_the_image() {
     };
     assert_eq!(together(&text(1, 0), SUMMED), 1);
     assert_eq!(together(&text(1, 0), POLICY), 0);
-    // Other pixels than those of its own place.
-    assert_eq!(together(&text(2, 0), SUMMED), 0);
-    assert_eq!(together(&text(1, 1), SUMMED), 0);
+    // Other pixels than those of its own place are windows.
+    let pixels = Policy {
+        epilogue_windows: None,
+        ..SUMMED
+    };
+    for text in [text(2, 0), text(1, 1)] {
+        assert_eq!(together(&text, SUMMED), 1, "{text}");
+        assert_eq!(together(&text, pixels), 0, "{text}");
+    }
     let few = Policy {
         epilogue_elements: 1000,
         ..SUMMED

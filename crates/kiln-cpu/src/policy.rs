@@ -39,6 +39,7 @@ pub const POLICY: Policy = Policy {
     // 256 KiB of f32: a share of L2.
     cached_elements: 64 * 1024,
     channels_last: true,
+    weights_last: false,
     // Depth, height, width.
     convolution_dimensions: 3,
     // Height and width.
@@ -54,6 +55,7 @@ pub const POLICY: Policy = Policy {
     epilogue_streams: 2,
     epilogue_sums: None,
     epilogue_pixels: false,
+    epilogue_windows: None,
     epilogue_elements: 0,
     epilogue_unit: 1,
     epilogue_joined: false,

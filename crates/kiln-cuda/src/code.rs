@@ -64,6 +64,79 @@ impl Boxes {
     }
 }
 
+/// An image, its channels last, as Hopper's copy engine takes the operand of a convolution out of it: the pixels
+/// under one tap of the windows, window after window in the order of the result's pixels, with zeros for those
+/// that lie beyond the image. Rows come first in pairs of numbers.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Windows {
+    /// Type of the elements, of 16 bits.
+    pub number: Number,
+    /// Number of images.
+    pub images: u64,
+    /// Channels of a pixel, which are next to each other.
+    pub channels: u64,
+    /// Rows of an image, and pixels of a row.
+    pub extents: [u64; 2],
+    /// Elements from one image to the next.
+    pub image: u64,
+    /// Elements from one row to the next, and from one pixel to the next.
+    pub places: [u64; 2],
+    /// Where the first window begins.
+    pub low: [i32; 2],
+    /// Where the last window begins, counted from the last row, or pixel of a row, on.
+    pub high: [i32; 2],
+    /// From one window to the next.
+    pub stride: [u32; 2],
+    /// Channels that are taken at once: 64, the 128 bytes among which pieces are exchanged.
+    pub wide: u32,
+    /// Windows that are taken at once.
+    pub tall: u32,
+}
+
+impl Windows {
+    /// Bytes from the first element to behind the last.
+    pub fn bytes(&self) -> usize {
+        let distances = [
+            (self.images, self.image),
+            (self.extents[0], self.places[0]),
+            (self.extents[1], self.places[1]),
+            (self.channels, 1),
+        ];
+        let reach = |(extent, distance): (u64, u64)| extent.saturating_sub(1).saturating_mul(distance);
+        let elements = distances.into_iter().map(reach).fold(1, u64::saturating_add);
+        usize::try_from(elements)
+            .unwrap_or(usize::MAX)
+            .saturating_mul(self.number.bytes())
+    }
+}
+
+/// How Hopper's copy engine takes a tensor.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Copied {
+    /// A matrix, box by box.
+    Matrix(Boxes),
+    /// The windows of an image, tap by tap.
+    Image(Windows),
+}
+
+impl Copied {
+    /// Type of the elements.
+    pub fn number(&self) -> Number {
+        match self {
+            Self::Matrix(boxes) => boxes.number,
+            Self::Image(windows) => windows.number,
+        }
+    }
+
+    /// Bytes from the first element to behind the last.
+    pub fn bytes(&self) -> usize {
+        match self {
+            Self::Matrix(boxes) => boxes.bytes(),
+            Self::Image(windows) => windows.bytes(),
+        }
+    }
+}
+
 /// What the device times before it takes one side of a [`CallKind::Either`] that computes a product.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub struct Trial {
@@ -73,14 +146,14 @@ pub struct Trial {
     pub always: bool,
 }
 
-/// An argument of a kernel. Every parameter of a kernel is a pointer, but for matrices of the copy engine and the
+/// An argument of a kernel. Every parameter of a kernel is a pointer, but for tensors of the copy engine and the
 /// numbers of a template.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Pointer {
     /// To memory of the step.
     To(Address),
-    /// A matrix from an address on, described for the copy engine and passed by value.
-    Matrix(Address, Boxes),
+    /// A tensor from an address on, described for the copy engine and passed by value.
+    Copied(Address, Copied),
     /// To a table in the device's memory, which is written when the step is bound: for each row its addresses, then its numbers, eight bytes each.
     Table(Vec<(Vec<Address>, Vec<u64>)>),
     /// No pointer: words that are passed by value, the numbers of a kernel that steps of several shapes share
@@ -291,7 +364,7 @@ impl CallKind {
         match self {
             Self::Launch { arguments, .. } => arguments.iter().all(|argument| match argument {
                 Pointer::To(_) | Pointer::Words(_) => true,
-                Pointer::Matrix(address, _) => !is_input(address),
+                Pointer::Copied(address, _) => !is_input(address),
                 Pointer::Table(rows) => !rows.iter().flat_map(|(row, _)| row).any(is_input),
             }),
             Self::Product {

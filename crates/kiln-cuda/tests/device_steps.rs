@@ -304,7 +304,10 @@ fn products_by_warpgroups() {
             let (name, kernels) = (&joined.graph.name, joined.kernels);
             assert_eq!(checked, Ok(Some(())), "{name} of {dtype}, {kernels} products");
         }
-        for behind::Summed { graph, tolerances } in behind::sums(dtype) {
+        for behind::Summed { graph, tolerances } in [behind::sums, behind::windows, behind::windows_alone]
+            .into_iter()
+            .flat_map(|graphs| graphs(dtype))
+        {
             let checked = check_for(&gpu, &graph, Some(&tolerances), &target);
             assert_eq!(checked, Ok(Some(())), "{} of {dtype}", graph.name);
         }

@@ -27,7 +27,7 @@ fn code(graph: &Graph, warpgroups: Warpgroups) -> StepCode {
 fn own_products(code: &StepCode) -> usize {
     let is_own = |call: &CallKind| {
         matches!(call, CallKind::Launch { arguments, .. }
-            if arguments.iter().any(|argument| matches!(argument, Pointer::Matrix(..))))
+            if arguments.iter().any(|argument| matches!(argument, Pointer::Copied(..))))
     };
     let sides = |call: &CallKind| match call {
         CallKind::Either { own, .. } => own.iter().filter(|call| is_own(call)).count(),
@@ -120,6 +120,54 @@ fn sums_of_columns_follow_the_product_that_makes_them() {
             };
             let other = compile(&graph, &Options::default(), &other).unwrap();
             assert!(sums_alone(&other), "{name}");
+        }
+    }
+}
+
+#[test]
+fn what_follows_a_convolution_of_windows_is_in_its_kernel() {
+    for dtype in ["bf16", "f16"] {
+        for behind::Summed { graph, .. } in behind::windows(dtype) {
+            let name = &graph.name;
+            assert_eq!(own_products(&code(&graph, Warpgroups::WherePays)), 1, "{name}");
+            assert_eq!(own_products(&code(&graph, Warpgroups::Never)), 0, "{name}");
+            let other = CudaTarget {
+                capability: (8, 0),
+                ..CudaTarget::default()
+            };
+            let kernels = |target: &CudaTarget| {
+                let step = compile(&graph, &Options::default(), target).unwrap();
+                step.schedule.kernels.len()
+            };
+            assert!(kernels(&CudaTarget::default()) < kernels(&other), "{name}");
+        }
+    }
+}
+
+#[test]
+fn convolutions_of_windows_are_offered_beside_the_library() {
+    for dtype in ["bf16", "f16"] {
+        for behind::Summed { graph, .. } in behind::windows_alone(dtype) {
+            let own = |target: CudaTarget| {
+                let step = compile(&graph, &Options::default(), &target).unwrap();
+                own_products(&step.code)
+            };
+            let always = CudaTarget {
+                warpgroups: Warpgroups::Always,
+                ..CudaTarget::default()
+            };
+            let name = &graph.name;
+            assert_eq!(own(always.clone()), 1, "{name}");
+            let small = CudaTarget {
+                warpgroups: Warpgroups::WherePays,
+                ..CudaTarget::default()
+            };
+            assert_eq!(own(small), 0, "{name}");
+            let other = CudaTarget {
+                capability: (8, 0),
+                ..always
+            };
+            assert_eq!(own(other), 0, "{name}");
         }
     }
 }
@@ -284,7 +332,7 @@ fn a_kernel_reads_a_few_matrices() {
         let matrices = |call: &CallKind| match call {
             CallKind::Launch { arguments, .. } => arguments
                 .iter()
-                .filter(|argument| matches!(argument, Pointer::Matrix(..)))
+                .filter(|argument| matches!(argument, Pointer::Copied(..)))
                 .count(),
             _ => 0,
         };
@@ -368,7 +416,9 @@ fn nvrtc_compiles_them() {
     let steps = in_turn(|dtype| {
         let alone = [behind::products(dtype), behind::placed(dtype)];
         let joined = behind::joined(dtype).into_iter().map(|joined| joined.graph);
-        let summed = behind::sums(dtype).into_iter().map(|summed| summed.graph);
+        let summed = [behind::sums, behind::windows, behind::windows_alone].into_iter();
+        let summed = summed.flat_map(|graphs| graphs(dtype));
+        let summed = summed.map(|summed| summed.graph);
         let steps = behind::nests(dtype).into_iter().chain(alone);
         steps.chain(joined).chain(summed).collect()
     });

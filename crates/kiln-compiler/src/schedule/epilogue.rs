@@ -6,8 +6,8 @@
 //! columns, such as statistics of channels and gradients of biases, have to be kept from tile to tile, which
 //! some templates do ([`Policy::epilogue_sums`]).
 //!
-//! Contractions are products of matrices and, for some templates, convolutions of single pixels
-//! ([`products::is_of_pixels`]): all pixels by the weight, channels-last.
+//! Contractions are products of matrices and, for some templates, convolutions: all pixels
+//! ([`products::is_of_pixels`]) or all windows ([`products::is_of_windows`]) by the weight, channels-last.
 //!
 //! The template numbers the elements of its result in its own way: a [`ResultFrame`]. [`ResultFrame::place`]
 //! rewrites a nest from its variables to those.
@@ -57,7 +57,7 @@ impl ResultFrame {
         Self { extents, position }
     }
 
-    /// The frame of a convolution of single pixels: one matrix of pixels by channels.
+    /// The frame of a convolution: one matrix of pixels by channels.
     pub fn pixels(shape: &[usize]) -> Self {
         let (images, channels) = (shape[0] as i64, shape[1] as i64);
         let places = shape[2..].iter().product::<usize>() as i64;
@@ -76,7 +76,9 @@ impl ResultFrame {
         let data = graph.def(value);
         match &data.op {
             Op::DotGeneral(dims) => Some(Self::product(graph, value, dims)),
-            _ if products::is_of_pixels(graph, data) => Some(Self::pixels(graph.shape(value))),
+            _ if products::is_of_pixels(graph, data) || products::is_of_windows(graph, data, 1) => {
+                Some(Self::pixels(graph.shape(value)))
+            }
             _ => None,
         }
     }
@@ -132,8 +134,10 @@ pub fn has_template(
     match data.op {
         Op::DotGeneral(_) => {}
         _ => {
-            return policy.epilogue_pixels
-                && products::is_of_pixels(graph, data)
+            let windows = |unit: usize| products::is_of_windows(graph, data, unit);
+            let taken = policy.epilogue_pixels && products::is_of_pixels(graph, data)
+                || policy.epilogue_windows.is_some_and(windows);
+            return taken
                 && data.inputs.iter().all(|&value| takes(value))
                 && [out, data.inputs[0]]
                     .iter()

@@ -33,15 +33,15 @@
 //! outliers many deviations. Samples are taken relative to one of them, so that a channel of equal elements
 //! has a variance of zero.
 //!
-//! Where a convolution of single pixels makes `x` and its template sums up what it stores
-//! ([`Policy::epilogue_sums`]), `s` must be known before `x` is: the samples are then those of the
-//! convolution's own image, and `s` is the convolution of their mean. There `sum(x)` is `p + n * s`, too,
+//! Where a convolution makes `x` and its template sums up what it stores ([`Policy::epilogue_sums`]), `s` must
+//! be known before `x` is: the samples are then pixels or windows of the convolution's own image, and `s` is the
+//! mean of their products by the weight. There `sum(x)` is `p + n * s`, too,
 //! which is one sum less.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
 
-use kiln_graph::op::{BinaryOp, Dims, Op, ReduceOp, UnaryOp};
+use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, ReduceOp, UnaryOp};
 use kiln_graph::{DType, Graph, Node, NodeData, Provenance, Rewriter, Shape, TypeError, Value};
 
 use crate::policy::Policy;
@@ -84,6 +84,16 @@ struct Channels<'a> {
 struct Factors {
     places: SmallVec<[Value; 2]>,
     channels: Vec<Factor>,
+}
+
+/// Some of what a convolution multiplies for each channel of its result.
+struct ProductSamples {
+    image: Value,
+    weight: Value,
+    /// What is taken of the image: pixels, or windows.
+    slice: Op,
+    /// How many pixels or windows those are.
+    count: usize,
 }
 
 /// A factor of a channel.
@@ -426,8 +436,8 @@ impl Channels<'_> {
 
     /// The mean of some elements of each channel.
     fn near_mean(&mut self, x: Value, p: &Provenance) -> Result<Value, TypeError> {
-        if let Some(operands) = self.summed_product(x) {
-            return self.near_mean_of_product(operands, p);
+        if let Some(samples) = self.summed_product(x) {
+            return self.near_mean_of_product(&samples, p);
         }
         let shape = self.rewriter.graph.shape(x).clone();
         let list = Shape::from(&[shape[1]][..]);
@@ -462,9 +472,8 @@ impl Channels<'_> {
         }
     }
 
-    /// The image and the weight of the convolution of single pixels that makes `x`, if its template can sum
-    /// up `x`.
-    fn summed_product(&self, x: Value) -> Option<[Value; 2]> {
+    /// Samples of what the convolution that makes `x` multiplies, if its template can sum up `x`.
+    fn summed_product(&self, x: Value) -> Option<ProductSamples> {
         let graph = &self.rewriter.graph;
         let made = self.convolution(x)?;
         let data = graph.def(made);
@@ -472,31 +481,62 @@ impl Channels<'_> {
             DType::F32 => self.autocast.unwrap_or(DType::F32),
             dtype => dtype,
         };
-        let is_summed = self.policy.epilogue_sums.is_some()
-            && products::is_of_pixels(graph, data)
-            && self.policy.epilogue_types.contains(&dtype);
-        is_summed.then(|| [data.inputs[0], data.inputs[1]])
+        if self.policy.epilogue_sums.is_none() || !self.policy.epilogue_types.contains(&dtype) {
+            return None;
+        }
+        let [image, weight] = data.inputs[..] else {
+            return None;
+        };
+        let (shape, taps) = (graph.shape(image), graph.shape(weight));
+        let depth: usize = taps[1..].iter().product();
+        let most = (SAMPLED_DEPTH / depth.max(1)).clamp(SAMPLES_OF_PRODUCT, SAMPLES);
+        let (counts, slice) = if products::is_of_pixels(graph, data) {
+            let counts = sample_counts(shape.dims(), most);
+            let slice = sample_slice(shape.dims(), &counts);
+            (counts, slice)
+        } else {
+            let unit = self.policy.epilogue_windows?;
+            let Op::Conv(conv) = &data.op else { return None };
+            if !products::is_of_windows(graph, data, unit) {
+                return None;
+            }
+            // One window of some images.
+            let counts = sample_counts(&[shape[0]], most);
+            (
+                counts.clone(),
+                window_slice(shape.dims(), &taps[2..], conv, counts[0])?,
+            )
+        };
+        Some(ProductSamples {
+            image,
+            weight,
+            slice,
+            count: counts.iter().product(),
+        })
     }
 
-    /// The mean of some elements of each channel of the convolution of single pixels `image` by `weight`.
-    fn near_mean_of_product(
-        &mut self,
-        [image, weight]: [Value; 2],
-        p: &Provenance,
-    ) -> Result<Value, TypeError> {
+    /// The mean of some elements of each channel of a convolution, from `samples` of what it multiplies.
+    fn near_mean_of_product(&mut self, samples: &ProductSamples, p: &Provenance) -> Result<Value, TypeError> {
         let graph = &mut self.rewriter.graph;
-        let shape = graph.shape(image).clone();
-        let rank = shape.rank();
-        let most = (SAMPLED_DEPTH / shape[1].max(1)).clamp(SAMPLES_OF_PRODUCT, SAMPLES);
-        let counts = sample_counts(shape.dims(), most);
-        let some = graph.add(sample_slice(shape.dims(), &counts), &[image], p)?;
+        let some = graph.add(samples.slice.clone(), &[samples.image], p)?;
         let some = graph.cast(some, DType::F32, p)?;
-        let weight = graph.cast(weight, DType::F32, p)?;
-        let (out, depth) = (graph.shape(weight)[0], shape[1]);
-        let weight = graph.reshape(weight, Shape::from(&[out, depth][..]), p)?;
+        let weight = graph.cast(samples.weight, DType::F32, p)?;
+        let rank = graph.shape(some).rank();
+        let out = graph.shape(weight)[0];
         // Channels of the result, samples, channels of the image: those are neighbours in memory.
         let last: Vec<usize> = (0..rank).filter(|&axis| axis != 1).chain([1]).collect();
         let some = graph.transpose(some, &last, p)?;
+        let is_single = graph.shape(weight)[2..].iter().all(|&taps| taps == 1);
+        let (weight, dims): (Value, Dims) = match is_single {
+            true => {
+                let matrix = Shape::from(&[out, graph.shape(weight)[1]][..]);
+                (graph.reshape(weight, matrix, p)?, [0, rank].into_iter().collect())
+            }
+            false => (
+                graph.transpose(weight, &last, p)?,
+                [0].into_iter().chain(2..=rank).collect(),
+            ),
+        };
         let all: Vec<usize> = std::iter::once(out)
             .chain(graph.shape(some).iter().copied())
             .collect();
@@ -509,7 +549,7 @@ impl Channels<'_> {
             graph.add(spread, &[value], p)
         };
         let some = spread(some, (1..=rank).collect())?;
-        let weight = spread(weight, [0, rank].into_iter().collect())?;
+        let weight = spread(weight, dims)?;
         let product = graph.binary(BinaryOp::Mul, weight, some, p)?;
         let sum = Op::Reduce {
             op: ReduceOp::Sum,
@@ -517,7 +557,7 @@ impl Channels<'_> {
         };
         let sum = graph.add(sum, &[product], p)?;
         let ty = graph.ty(sum).clone();
-        let share = graph.full(1.0 / counts.iter().product::<usize>() as f64, &ty, p)?;
+        let share = graph.full(1.0 / samples.count as f64, &ty, p)?;
         graph.binary(BinaryOp::Mul, sum, share, p)
     }
 
@@ -570,6 +610,32 @@ fn sample_slice(shape: &[usize], counts: &[usize]) -> Op {
     }
 }
 
+/// The slice of every channel with the pixels under the taps of one window of each of `count` images: the one in
+/// the middle, or the nearest that lies within the image; none if none does.
+fn window_slice(shape: &[usize], taps: &[usize], conv: &ConvDims, count: usize) -> Option<Op> {
+    let apart = shape[0] / count;
+    let mut starts: Dims = [apart / 2, 0].into_iter().collect();
+    let mut limits: Dims = [apart / 2 + (count - 1) * apart + 1, shape[1]]
+        .into_iter()
+        .collect();
+    let mut steps: Dims = [apart, 1].into_iter().collect();
+    for (axis, &taps) in taps.iter().enumerate() {
+        let extent = shape[axis + 2];
+        let reach = (taps - 1) * conv.dilation[axis];
+        let last = extent.checked_sub(reach + 1)?;
+        let middle = conv.output_extent(axis, extent, taps)? / 2 * conv.stride[axis];
+        let start = middle.saturating_sub(conv.pad_low[axis]).min(last);
+        starts.push(start);
+        limits.push(start + reach + 1);
+        steps.push(conv.dilation[axis]);
+    }
+    Some(Op::Slice {
+        starts,
+        limits,
+        steps,
+    })
+}
+
 /// A value for each channel, at every place of an image.
 fn spread(graph: &mut Graph, value: Value, shape: &Shape, p: &Provenance) -> Result<Value, TypeError> {
     let spread = Op::Broadcast {
@@ -602,11 +668,16 @@ mod tests {
 
     /// Mean and variance of each channel of a convolution.
     fn statistics(attributes: &str, plane: usize) -> Graph {
+        statistics_of([1, 1], attributes, plane)
+    }
+
+    /// The same with windows of `taps`.
+    fn statistics_of([down, right]: [usize; 2], attributes: &str, plane: usize) -> Graph {
         let text = format!(
             "graph @statistics {{
   %x = parameter 0 : f32[4,3,12,10]
-  %w = parameter 1 : f32[5,3,1,1]
-  %y = conv %x, %w {{{attributes}, dilation=[1,1], groups=1}} : f32[4,5,{p},10]
+  %w = parameter 1 : f32[5,3,{down},{right}]
+  %y = conv %x, %w {{{attributes}, groups=1}} : f32[4,5,{p},10]
   %count = constant {n}.0 : f32[]
   %counts = broadcast %count {{dims=[]}} : f32[5]
   %sum = reduce sum %y {{axes=[0,2,3]}} : f32[5]
@@ -624,7 +695,7 @@ mod tests {
         Graph::parse(&text).unwrap_or_else(|error| panic!("{error}"))
     }
 
-    const WHOLE: &str = "stride=[1,1], pad_low=[0,0], pad_high=[0,0]";
+    const WHOLE: &str = "stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
 
     /// The operations whose results samples are taken of.
     fn sampled(graph: &Graph) -> Vec<&'static str> {
@@ -650,10 +721,58 @@ mod tests {
         assert_eq!(of(&SUMS, WHOLE, 12, None), ["conv"]);
         assert_eq!(of(&SUMS, WHOLE, 12, Some(DType::F16)), ["conv"]);
         assert_eq!(of(&POLICY, WHOLE, 12, Some(DType::BF16)), ["conv"]);
-        let strided = "stride=[2,1], pad_low=[0,0], pad_high=[0,0]";
+        let strided = "stride=[2,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1]";
         assert_eq!(of(&SUMS, strided, 6, Some(DType::BF16)), ["conv"]);
-        let padded = "stride=[1,1], pad_low=[1,0], pad_high=[1,0]";
+        let padded = "stride=[1,1], pad_low=[1,0], pad_high=[1,0], dilation=[1,1]";
         assert_eq!(of(&SUMS, padded, 14, Some(DType::BF16)), ["conv"]);
+        // Templates for windows take these, too.
+        let windows = Policy {
+            epilogue_windows: Some(3),
+            ..SUMS
+        };
+        assert_eq!(of(&windows, strided, 6, Some(DType::BF16)), ["parameter"]);
+        assert_eq!(of(&windows, padded, 14, Some(DType::BF16)), ["parameter"]);
+        let others = Policy {
+            epilogue_windows: Some(2),
+            ..SUMS
+        };
+        assert_eq!(of(&others, strided, 6, Some(DType::BF16)), ["conv"]);
+    }
+
+    #[test]
+    fn a_sampled_window_lies_within_its_image() {
+        let slices = |graph: &Graph| -> Vec<Op> {
+            let ops = graph.nodes().map(|(_, data)| data.op.clone());
+            ops.filter(|op| matches!(op, Op::Slice { .. })).collect()
+        };
+        let windows = Policy {
+            epilogue_windows: Some(1),
+            ..SUMS
+        };
+        let made = |taps: [usize; 2], attributes: &str, plane: usize| {
+            let graph = statistics_of(taps, attributes, plane);
+            let graph = channels(&graph, &windows, Some(DType::BF16)).unwrap();
+            verify(&graph).unwrap();
+            graph
+        };
+        let of = |taps: [usize; 2], attributes: &str, plane: usize| slices(&made(taps, attributes, plane));
+        let slice = |places: [[usize; 2]; 3]| {
+            let [starts, limits, steps] = places;
+            vec![Op::Slice {
+                starts: [0, 0].into_iter().chain(starts).collect(),
+                limits: [4, 3].into_iter().chain(limits).collect(),
+                steps: [1, 1].into_iter().chain(steps).collect(),
+            }]
+        };
+        let usual = "stride=[1,1], pad_low=[1,1], pad_high=[1,1], dilation=[1,1]";
+        assert_eq!(of([3, 3], usual, 12), slice([[5, 4], [8, 7], [1, 1]]));
+        let strided = "stride=[4,1], pad_low=[0,2], pad_high=[3,2], dilation=[2,2]";
+        assert_eq!(of([2, 3], strided, 4), slice([[8, 3], [11, 8], [2, 2]]));
+        // The window in the middle reaches beyond the image.
+        let wide = "stride=[1,1], pad_low=[1,5], pad_high=[1,5], dilation=[1,5]";
+        assert_eq!(sampled(&made([3, 3], wide, 12)), ["conv"]);
+        let last = "stride=[1,1], pad_low=[0,4], pad_high=[9,4], dilation=[1,4]";
+        assert_eq!(of([10, 3], last, 12), slice([[2, 1], [12, 10], [1, 4]]));
     }
 
     #[test]
@@ -662,6 +781,47 @@ mod tests {
         let empty = Graph::parse(&text.replace("f32[4,", "f32[0,")).unwrap_or_else(|error| panic!("{error}"));
         for autocast in [None, Some(DType::BF16)] {
             verify(&channels(&empty, &SUMS, autocast).unwrap()).unwrap();
+        }
+    }
+
+    #[test]
+    fn windows_are_sampled_as_they_are_multiplied() {
+        let windows = Policy {
+            epilogue_windows: Some(1),
+            ..SUMS
+        };
+        for (taps, attributes, plane) in [
+            (
+                [3, 3],
+                "stride=[1,1], pad_low=[1,1], pad_high=[1,1], dilation=[1,1]",
+                12,
+            ),
+            (
+                [2, 3],
+                "stride=[4,1], pad_low=[0,2], pad_high=[3,2], dilation=[2,2]",
+                4,
+            ),
+        ] {
+            let graph = statistics_of(taps, attributes, plane);
+            let sampled = channels(&graph, &windows, Some(DType::BF16)).unwrap();
+            let numbers = |count: usize| (0..count).map(|at| (at as f64 * 0.37).sin() + 0.3);
+            let tensors = [
+                HostTensor::from_floats(DType::F32, [4, 3, 12, 10], numbers(4 * 3 * 120)),
+                HostTensor::from_floats(
+                    DType::F32,
+                    [5, 3, taps[0], taps[1]],
+                    numbers(15 * taps[0] * taps[1]),
+                ),
+            ];
+            let [expected, actual] = [
+                interpret_f64(&graph, &tensors, &[]),
+                interpret(&sampled, &tensors, &[]),
+            ];
+            for (expected, actual) in expected.unwrap().iter().zip(&actual.unwrap()) {
+                for (a, b) in expected.to_f64s().into_iter().zip(actual.to_f64s()) {
+                    assert!((a - b).abs() <= 1e-4 * a.abs().max(1.0), "{a} {b}");
+                }
+            }
         }
     }
 

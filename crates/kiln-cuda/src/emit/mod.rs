@@ -38,7 +38,7 @@ use kiln_graph::{Graph, Node, Op};
 
 use self::product::padded::Padding;
 use self::product::warpgroups::Warpgroups;
-use crate::code::{Across, Boxes, FunctionText, Trial};
+use crate::code::{Across, Copied, FunctionText, Trial};
 use crate::convolutions::Convolution;
 use crate::products::Product;
 use crate::target::NAME;
@@ -50,8 +50,8 @@ pub enum Argument {
     Buffer(Buffer),
     /// A pointer to a byte of a buffer.
     Part(Buffer, usize),
-    /// A matrix from a byte of a buffer on, for the copy engine.
-    Matrix(Buffer, usize, Boxes),
+    /// A tensor from a byte of a buffer, or of working memory, on, for the copy engine.
+    Copied(Box<Argument>, Copied),
     /// A pointer to the eight bytes of a runtime scalar.
     Scalar(u32),
     /// A pointer to a byte of this kernel's working memory.

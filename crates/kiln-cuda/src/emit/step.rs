@@ -273,7 +273,9 @@ impl<'a> Writer<'a> {
             }
             Call::Either(library, own, trial) => {
                 let mut name = None;
-                if let Some(trial) = trial {
+                // A convolution's name is the library's.
+                let is_convolution = |call: &Call| matches!(call, Call::Either(..) | Call::Convolution(_));
+                if let Some(trial) = trial.as_ref().filter(|_| !library.iter().any(is_convolution)) {
                     frame
                         .name
                         .get_or_insert_with(|| format!("product {}", trial.product));
@@ -410,9 +412,7 @@ impl<'a> Writer<'a> {
                     .map(|(arguments, numbers)| (arguments.iter().map(one).collect(), numbers.clone()))
                     .collect(),
             ),
-            Argument::Matrix(buffer, bytes, boxes) => {
-                Pointer::Matrix(place(self.plan, *buffer, *bytes), *boxes)
-            }
+            Argument::Copied(at, copied) => Pointer::Copied(one(at), *copied),
             argument => Pointer::To(one(argument)),
         });
         arguments.collect()
@@ -472,7 +472,7 @@ fn address(plan: &Plan, argument: &Argument, scratch: usize) -> Address {
         Argument::Scalar(index) => Address::Scalar(*index),
         Argument::Scratch(offset) => Address::Arena(scratch + offset),
         Argument::Table(_) => unreachable!("tables hold addresses, not tables"),
-        Argument::Matrix(..) => unreachable!("matrices are arguments of launches alone"),
+        Argument::Copied(..) => unreachable!("tensors of the copy engine are arguments of launches alone"),
     }
 }
 

@@ -284,9 +284,9 @@ pub fn bind<'a>(
                             let (storage, at) = memory.place(*address);
                             given.memory(storage, at)
                         }
-                        Pointer::Matrix(address, boxes) => {
+                        Pointer::Copied(address, copied) => {
                             let (storage, at) = memory.place(*address);
-                            given.matrix(stream.device(), storage, at, boxes)?
+                            given.copied(stream.device(), storage, at, copied)?
                         }
                         Pointer::Table(rows) => table(rows, memory, given, stream)?,
                         Pointer::Words(words) => {

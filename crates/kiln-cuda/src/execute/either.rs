@@ -5,10 +5,11 @@ use std::sync::Arc;
 use super::gpu::Gpu;
 use crate::build::{Key, Source};
 use crate::code::{CallKind, Function, FunctionText, Pointer, StepCode, Trial};
+use crate::convolutions::{Convolution, PreparedConvolution, Trial as ConvolutionTrial};
 use crate::error::{CudaError, Result};
 use crate::kernels::PRELUDE;
 use crate::products::{PreparedProduct, Product, Trial as ProductTrial, random, time_in_turns};
-use crate::runtime::{Arguments, Launch, Module, Storage};
+use crate::runtime::{Arguments, Launch, Module, Storage, Stream};
 
 /// Runs of a kernel of Kiln's own, and of the library's calls, that are timed together at most.
 const RUNS: u32 = 10;
@@ -22,16 +23,16 @@ const NAME: &str = "trial";
 
 /// Whether the library's side of `either` is taken.
 ///
-/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little. A convolution
-/// that is a product of matrices goes to the faster of cuDNN and that; Kiln's own tiles are only for
-/// convolutions that cuDNN refuses.
+/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little, and a convolution
+/// of windows likewise, if it is faster than cuDNN. A convolution that is a product of matrices goes to the
+/// faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN refuses.
 pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Result<bool> {
     let CallKind::Either { library, own, trial } = either else {
         return Ok(true);
     };
     if let Some(trial) = trial {
-        return match &own[..] {
-            [own] if !trial.always => Ok(own_share(gpu, functions, trial, library, own)?.is_none()),
+        return match own.last() {
+            Some(own) if !trial.always => Ok(own_share(gpu, functions, trial, library, own)?.is_none()),
             _ => Ok(false),
         };
     }
@@ -83,11 +84,51 @@ fn product_time(gpu: &Gpu, functions: &[Function], call: &CallKind) -> Result<f3
     }
 }
 
-/// A product's own kernel beside the library's calls, with what their times are kept under.
+/// What a library computes, and what working memory it may have.
+#[derive(Clone, Copy, Debug)]
+enum Asked<'a> {
+    Product(&'a Product, usize),
+    Convolution(&'a Convolution, usize),
+}
+
+/// What libraries are asked for by `calls`, where they are asked first.
+fn asked<'a>(calls: &'a [CallKind], all: &mut Vec<Asked<'a>>) {
+    for call in calls {
+        match call {
+            CallKind::Product {
+                product, workspace, ..
+            } => all.push(Asked::Product(product, workspace.1)),
+            CallKind::Convolution {
+                convolution,
+                workspace,
+                ..
+            } => all.push(Asked::Convolution(convolution, workspace.1)),
+            CallKind::Either { library, .. } => asked(library, all),
+            _ => {}
+        }
+    }
+}
+
+/// What a library computes, ready to run on memory of its own.
+enum Ready<'g> {
+    Product(Box<PreparedProduct<'g>>, ProductTrial),
+    Convolution(Arc<PreparedConvolution>, ConvolutionTrial),
+}
+
+impl Ready<'_> {
+    fn run(&mut self, stream: &Stream) -> Result<()> {
+        match self {
+            Self::Product(product, memory) => product.run(stream, &memory.arguments()),
+            Self::Convolution(convolution, memory) => convolution.run(stream, &memory.arguments()),
+        }
+    }
+}
+
+/// A product's own kernel beside the library's calls, with what their times are kept under. What both sides
+/// copy first is not timed.
 struct Candidate<'a> {
     trial: &'a Trial,
-    /// The library's products, and what working memory each may have.
-    library: Vec<(&'a Product, usize)>,
+    library: Vec<Asked<'a>>,
     text: &'a FunctionText,
     grid: [u32; 3],
     shared_bytes: u32,
@@ -119,16 +160,16 @@ impl<'a> Candidate<'a> {
             name: NAME.into(),
             text: format!("{PRELUDE}{}", text.source(NAME, false)),
         };
-        let products = library.iter().filter_map(|call| match call {
-            CallKind::Product {
-                product, workspace, ..
-            } => Some((&**product, workspace.1)),
-            _ => None,
-        });
-        let library: Vec<(&Product, usize)> = products.collect();
+        let mut all = Vec::new();
+        asked(library, &mut all);
+        let library = all;
         let description = format!("{:?} {library:?} {grid:?} {}", trial.product, source.text);
         let device = &gpu.device().description().name;
-        let version = gpu.multiplier()?.version();
+        let is_convolution = library.iter().any(|it| matches!(it, Asked::Convolution(..)));
+        let version = match gpu.convolver().filter(|_| is_convolution) {
+            Some(convolver) => convolver.version(),
+            None => gpu.multiplier()?.version(),
+        };
         Ok(Some(Self {
             trial,
             library,
@@ -150,7 +191,7 @@ impl<'a> Candidate<'a> {
         let mut given = Arguments::new();
         for argument in self.arguments {
             let (bytes, number) = match argument {
-                Pointer::Matrix(_, boxes) => (boxes.bytes(), boxes.number),
+                Pointer::Copied(_, copied) => (copied.bytes(), copied.number()),
                 _ => (
                     self.trial.product.result_bytes(),
                     self.trial.product.result.number,
@@ -158,7 +199,7 @@ impl<'a> Candidate<'a> {
             };
             let own = random(stream, bytes, number)?;
             given = match argument {
-                Pointer::Matrix(_, boxes) => given.matrix(gpu.device(), &own, 0, boxes)?,
+                Pointer::Copied(_, copied) => given.copied(gpu.device(), &own, 0, copied)?,
                 _ => given.memory(&own, 0),
             };
             memory.push(own);
@@ -170,27 +211,39 @@ impl<'a> Candidate<'a> {
             shared_bytes: self.shared_bytes,
             arguments: given,
         };
-        let mut products = self.products(gpu)?;
-        let mut library = || {
-            products
-                .iter_mut()
-                .try_for_each(|(product, memory)| product.run(stream, &memory.arguments()))
+        let Some(mut library) = self.ready(gpu)? else {
+            // Tiles for a convolution that cuDNN refuses are slower.
+            return Ok(0.0);
         };
+        let mut library = || library.iter_mut().try_for_each(|ready| ready.run(stream));
         // SAFETY: the kernel computes this product, from operands and into a result of its sizes.
         let mut own = || unsafe { stream.launch(&launch) };
         let times = time_in_turns(stream, RUNS, &mut [&mut library, &mut own])?;
         Ok(times[1] / times[0])
     }
 
-    /// The library's calls, each with memory to try it on.
-    fn products<'g>(&self, gpu: &'g Gpu) -> Result<Vec<(PreparedProduct<'g>, ProductTrial)>> {
-        let prepared = |&(product, workspace): &(&Product, usize)| {
-            let choice = gpu.choice(product, workspace)?;
-            let prepared = gpu.multiplier()?.prepare(product, &choice)?;
-            let memory = ProductTrial::new(gpu.stream(), product, prepared.workspace_bytes())?;
-            Ok((prepared, memory))
-        };
-        self.library.iter().map(prepared).collect()
+    /// The library's calls, each with memory to try it on; none if the library refuses one.
+    fn ready<'g>(&self, gpu: &'g Gpu) -> Result<Option<Vec<Ready<'g>>>> {
+        let mut all = Vec::new();
+        for &asked in &self.library {
+            all.push(match asked {
+                Asked::Product(product, workspace) => {
+                    let choice = gpu.choice(product, workspace)?;
+                    let prepared = gpu.multiplier()?.prepare(product, &choice)?;
+                    let memory = ProductTrial::new(gpu.stream(), product, prepared.workspace_bytes())?;
+                    Ready::Product(Box::new(prepared), memory)
+                }
+                Asked::Convolution(convolution, workspace) => {
+                    let Some(plan) = gpu.plan(convolution, workspace)? else {
+                        return Ok(None);
+                    };
+                    let bytes = plan.workspace_bytes();
+                    let memory = ConvolutionTrial::new(gpu.stream(), convolution, bytes)?;
+                    Ready::Convolution(plan, memory)
+                }
+            });
+        }
+        Ok(Some(all))
     }
 }
 
@@ -204,7 +257,7 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
             continue;
         };
         left.extend(library.iter().chain(own));
-        let (Some(trial), [own]) = (trial.as_ref().filter(|trial| !trial.always), &own[..]) else {
+        let (Some(trial), Some(own)) = (trial.as_ref().filter(|trial| !trial.always), own.last()) else {
             continue;
         };
         let found = Candidate::new(gpu, &code.functions, trial, library, own)?;

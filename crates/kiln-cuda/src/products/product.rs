@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use kiln_graph::DType;
 use serde::{Deserialize, Serialize};
 
 /// A type of elements that cuBLASLt multiplies.
@@ -18,6 +19,17 @@ pub enum Number {
 }
 
 impl Number {
+    /// The name of a tensor's type; none if no library multiplies it.
+    pub fn of(dtype: DType) -> Option<Self> {
+        match dtype {
+            DType::F64 => Some(Self::F64),
+            DType::F32 => Some(Self::F32),
+            DType::F16 => Some(Self::F16),
+            DType::BF16 => Some(Self::Bf16),
+            _ => None,
+        }
+    }
+
     /// Bytes of one element.
     pub fn bytes(self) -> usize {
         match self {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use super::device::Device;
 use super::storage::Storage;
 use super::stream::Stream;
-use crate::code::Boxes;
+use crate::code::{Boxes, Copied, Windows};
 use crate::error::{CudaError, Result};
 use crate::products::Number;
 use crate::sys::driver::{CUfunction, CUmodule, TensorMap, function_attribute, result, tensor_map};
@@ -287,51 +287,24 @@ impl Arguments {
         self
     }
 
-    /// A matrix from byte `offset` of a storage on, described for the copy engine.
+    /// A tensor from byte `offset` of a storage on, described for the copy engine.
     ///
     /// # Errors
-    /// [`CudaError::Driver`] where the engine does not take such a matrix: its rows begin at no multiples of 16
-    /// bytes. [`CudaError::Lost`].
-    pub fn matrix(
+    /// [`CudaError::Driver`] where the engine does not take such a tensor: its rows or pixels begin at no
+    /// multiples of 16 bytes, or its windows reach too far beyond it. [`CudaError::Lost`].
+    pub fn copied(
         mut self,
         device: &Device,
         storage: &Arc<Storage>,
         offset: usize,
-        boxes: &Boxes,
+        copied: &Copied,
     ) -> Result<Self> {
-        let number = match boxes.number {
-            Number::F16 => tensor_map::FLOAT16,
-            _ => tensor_map::BFLOAT16,
-        };
-        let mut map = TensorMap([0; 16]);
-        let address = storage.address() + offset as u64;
-        let (extents, strides) = (
-            [boxes.inner, boxes.outer],
-            [boxes.leading * boxes.number.bytes() as u64],
-        );
-        let (wide, steps) = ([boxes.wide, boxes.tall], [1, 1]);
+        let address = (storage.address() + offset as u64) as *const c_void;
         device.enter()?;
-        // SAFETY: all pointers are to values on this stack, of the lengths of two dimensions; the address is only
-        // noted.
-        let code = unsafe {
-            (device.driver().cuTensorMapEncodeTiled)(
-                &raw mut map,
-                number,
-                2,
-                address as *const c_void,
-                extents.as_ptr(),
-                strides.as_ptr(),
-                wide.as_ptr(),
-                steps.as_ptr(),
-                0,
-                tensor_map::SWIZZLE_128B,
-                tensor_map::PROMOTION_128B,
-                0,
-            )
-        };
-        device.check("cuTensorMapEncodeTiled", code, || {
-            format!("describing a matrix: {boxes:?}")
-        })?;
+        let map = match copied {
+            Copied::Matrix(boxes) => matrix(device, address, boxes),
+            Copied::Image(windows) => image(device, address, windows),
+        }?;
         self.storages.push(storage.clone());
         let bytes: Vec<u8> = map.0.iter().flat_map(|word| word.to_ne_bytes()).collect();
         Ok(self.raw(&bytes))
@@ -496,4 +469,78 @@ impl Stream {
             format!("launching kernel `{}`", launch.kernel.name())
         })
     }
+}
+
+/// The copy engine's name of a type of 16 bits.
+fn half(number: Number) -> u32 {
+    match number {
+        Number::F16 => tensor_map::FLOAT16,
+        _ => tensor_map::BFLOAT16,
+    }
+}
+
+/// A matrix at `address`, for the copy engine.
+fn matrix(device: &Device, address: *const c_void, boxes: &Boxes) -> Result<TensorMap> {
+    let mut map = TensorMap([0; 16]);
+    let extents = [boxes.inner, boxes.outer];
+    let strides = [boxes.leading * boxes.number.bytes() as u64];
+    let (wide, steps) = ([boxes.wide, boxes.tall], [1, 1]);
+    // SAFETY: all pointers are to values on this stack, of the lengths of two dimensions; the address is only
+    // noted.
+    let code = unsafe {
+        (device.driver().cuTensorMapEncodeTiled)(
+            &raw mut map,
+            half(boxes.number),
+            2,
+            address,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            wide.as_ptr(),
+            steps.as_ptr(),
+            0,
+            tensor_map::SWIZZLE_128B,
+            tensor_map::PROMOTION_128B,
+            0,
+        )
+    };
+    device.check("cuTensorMapEncodeTiled", code, || {
+        format!("describing a matrix: {boxes:?}")
+    })?;
+    Ok(map)
+}
+
+/// An image at `address`, for the copy engine, which names the dimension of neighbours first.
+fn image(device: &Device, address: *const c_void, windows: &Windows) -> Result<TensorMap> {
+    let mut map = TensorMap([0; 16]);
+    let ([height, width], [down, right]) = (windows.extents, windows.places);
+    let extents = [windows.channels, width, height, windows.images];
+    let strides = [right, down, windows.image].map(|stride| stride * windows.number.bytes() as u64);
+    let turned = |[down, right]: [i32; 2]| [right, down];
+    let (low, high) = (turned(windows.low), turned(windows.high));
+    let steps = [1, windows.stride[1], windows.stride[0], 1];
+    // SAFETY: all pointers are to values on this stack, of the lengths of four dimensions of which two are
+    // spatial; the address is only noted.
+    let code = unsafe {
+        (device.driver().cuTensorMapEncodeIm2col)(
+            &raw mut map,
+            half(windows.number),
+            4,
+            address,
+            extents.as_ptr(),
+            strides.as_ptr(),
+            low.as_ptr(),
+            high.as_ptr(),
+            windows.wide,
+            windows.tall,
+            steps.as_ptr(),
+            0,
+            tensor_map::SWIZZLE_128B,
+            tensor_map::PROMOTION_128B,
+            0,
+        )
+    };
+    device.check("cuTensorMapEncodeIm2col", code, || {
+        format!("describing the windows of an image: {windows:?}")
+    })?;
+    Ok(map)
 }

@@ -273,6 +273,12 @@ functions! {
         extents: *const u64, strides: *const u64, boxes: *const c_uint, steps: *const c_uint,
         interleave: c_uint, swizzle: c_uint, promotion: c_uint, beyond: c_uint,
     ) -> CUresult;
+    fn cuTensorMapEncodeIm2col(
+        map: *mut TensorMap, number: c_uint, rank: c_uint, address: *const c_void,
+        extents: *const u64, strides: *const u64, lower: *const c_int, upper: *const c_int,
+        channels: c_uint, pixels: c_uint, steps: *const c_uint,
+        interleave: c_uint, swizzle: c_uint, promotion: c_uint, beyond: c_uint,
+    ) -> CUresult;
     fn cuGraphCreate(graph: *mut CUgraph, flags: c_uint) -> CUresult;
     fn cuGraphDestroy(graph: CUgraph) -> CUresult;
     fn cuGraphAddKernelNode_v2(

@@ -508,6 +508,44 @@ unsafe extern "C" fn cuTensorMapEncodeTiled(
     })
 }
 
+unsafe extern "C" fn cuTensorMapEncodeIm2col(
+    map: *mut TensorMap,
+    _: c_uint,
+    rank: c_uint,
+    address: *const c_void,
+    extents: *const u64,
+    strides: *const u64,
+    lower: *const c_int,
+    upper: *const c_int,
+    _: c_uint,
+    _: c_uint,
+    _: *const c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+    _: c_uint,
+) -> CUresult {
+    // SAFETY: see the module; the caller gives four extents, three strides and two corners of two places.
+    let (extents, strides, corners) = unsafe {
+        (
+            *extents.cast::<[u64; 4]>(),
+            *strides.cast::<[u64; 3]>(),
+            [*lower.cast::<[c_int; 2]>(), *upper.cast::<[c_int; 2]>()],
+        )
+    };
+    let given = format!("{extents:?}, {strides:?} bytes apart, windows from {corners:?}");
+    call("cuTensorMapEncodeIm2col", &given, |_| {
+        let address = address as u64;
+        let apart = |stride: &u64| stride.is_multiple_of(16);
+        if rank != 4 || !address.is_multiple_of(16) || !strides.iter().all(apart) {
+            return result::INVALID_VALUE;
+        }
+        // SAFETY: see the module.
+        unsafe { map.cast::<[u64; 2]>().write([address, strides[0]]) };
+        result::SUCCESS
+    })
+}
+
 macro_rules! table {
     ($($name:ident),* $(,)?) => {
         /// The fake driver's functions.
@@ -525,6 +563,7 @@ table! {
     cuMemAllocFromPoolAsync, cuMemFreeAsync, cuMemcpyHtoDAsync_v2, cuMemcpyDtoHAsync_v2,
     cuMemcpyDtoDAsync_v2, cuMemsetD8Async, cuModuleLoadData, cuModuleUnload, cuModuleGetFunction,
     cuFuncSetAttribute, cuFuncGetAttribute, cuFuncGetParamInfo, cuLaunchKernel, cuTensorMapEncodeTiled,
+    cuTensorMapEncodeIm2col,
     cuGraphCreate, cuGraphDestroy, cuGraphAddKernelNode_v2, cuGraphAddMemcpyNode, cuGraphAddMemsetNode,
     cuGraphAddEmptyNode, cuGraphAddChildGraphNode, cuGraphGetNodes, cuGraphInstantiateWithFlags,
     cuGraphUpload, cuGraphLaunch, cuGraphExecKernelNodeSetParams_v2, cuGraphExecDestroy,

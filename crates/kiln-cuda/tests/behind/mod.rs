@@ -3,8 +3,10 @@
 use kiln_graph::Graph;
 
 pub mod sums;
+pub mod windows;
 
 pub use sums::{Summed, sums};
+pub use windows::{windows, windows_alone};
 
 /// Products of all orientations, one whose result is f32, and one of a slice of a matrix.
 const PRODUCTS: &str = "graph @products {

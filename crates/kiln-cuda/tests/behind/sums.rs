@@ -179,7 +179,7 @@ fn bias(dtype: &str) -> Summed {
 }
 
 /// Lines that read `value` again with its sum, as `%out`: a step's own outputs would not lie channels-last.
-fn applied(value: &str, shape: &str, channels: usize) -> String {
+pub(super) fn applied(value: &str, shape: &str, channels: usize) -> String {
     format!(
         "%little = constant 1e-6 : f32[]
   %littles = broadcast %little {{dims=[]}} : f32[{channels}]
@@ -190,22 +190,22 @@ fn applied(value: &str, shape: &str, channels: usize) -> String {
 }
 
 /// Numbers with commas.
-fn list(numbers: &[usize]) -> String {
+pub(super) fn list(numbers: &[usize]) -> String {
     let words: Vec<String> = numbers.iter().map(usize::to_string).collect();
     words.join(",")
 }
 
 /// What says that a convolution takes single pixels of so many dimensions.
-fn attributes(dimensions: usize) -> String {
+pub(super) fn attributes(dimensions: usize) -> String {
     let [ones, zeros] = [1, 0].map(|number| list(&vec![number; dimensions]));
     format!("{{stride=[{ones}], pad_low=[{zeros}], pad_high=[{zeros}], dilation=[{ones}], groups=1}}")
 }
 /// Neighbours in bf16 of what the products here make.
-const ROUNDING: f64 = 0.75;
-const SUM: f64 = 60.0;
-const SQUARES: f64 = 4000.0;
+pub(super) const ROUNDING: f64 = 0.75;
+pub(super) const SUM: f64 = 60.0;
+pub(super) const SQUARES: f64 = 4000.0;
 
-fn parse(text: &str) -> Graph {
+pub(super) fn parse(text: &str) -> Graph {
     Graph::parse(text).unwrap_or_else(|error| panic!("{error}"))
 }
 

@@ -152,12 +152,7 @@ impl Operand {
 
 /// The library's name of a type that it is fast in.
 fn number(dtype: DType) -> Option<Number> {
-    match dtype {
-        DType::F32 => Some(Number::F32),
-        DType::F16 => Some(Number::F16),
-        DType::BF16 => Some(Number::Bf16),
-        _ => None,
-    }
+    Number::of(dtype).filter(|&number| number != Number::F64)
 }
 
 /// The strides of a whole tensor of `channels` channels: images, channels, places.

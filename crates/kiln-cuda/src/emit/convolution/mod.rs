@@ -5,6 +5,7 @@
 //! | --- | --- |
 //! | 16 and 32 bits, where there is cuDNN | [`library`] |
 //! | windows of one element, without strides | [`pixelwise`]: a product of matrices in cuBLASLt |
+//! | 16 bits on Hopper, and what follows | [`windows`]: products of windows by the weight |
 //! | a filter for each channel by itself | [`depthwise`] |
 //! | results of a convolution, gradients of its input | [`correlation`]: tiles of pixels by channels |
 //! | gradients of its weight | [`weight`]: tiles of channels by taps, the pixels in chunks |
@@ -27,6 +28,7 @@ mod tensor;
 mod tile;
 mod transfer;
 mod weight;
+pub(in crate::emit) mod windows;
 
 use kiln_compiler::schedule::Kernel;
 use kiln_compiler::schedule::access::window;
@@ -34,8 +36,10 @@ use kiln_graph::op::{ConvDims, Op};
 use kiln_graph::{DType, Graph, Node, Value};
 
 use super::image::{Image, Template, beyond, has_places, spatial};
+use super::product::warpgroups;
 use super::{Argument, Call, EmitOptions, KernelCode, Launch, ProductCall};
 use crate::convolutions::Task;
+use windows::InWindows;
 
 /// Working memory is given out in multiples of so many bytes.
 const ALIGNMENT: usize = 256;
@@ -96,13 +100,18 @@ pub fn generate(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOption
         return Some(code);
     }
     let own = own?;
+    let windows = convolution.in_windows(graph, kernel, node, task, options);
     let [first, second, out] = [first, second, out].map(|value| graph.dtype(value));
     let dtypes = match task {
         Task::Forward => [first, second, out],
         Task::InputGradient => [out, second, first],
         Task::WeightGradient => [first, out, second],
     };
-    Some(convolution.or_library(own, stored, dtypes, task, options))
+    let code = convolution.or_library(own, stored, dtypes, task, options);
+    Some(match windows {
+        Some(windows) => warpgroups::beside(code, windows, options),
+        None => code,
+    })
 }
 
 /// The product that `node`, a convolution or the gradient of its input, is; none if it is none.
@@ -114,6 +123,17 @@ pub fn product(graph: &Graph, kernel: &Kernel, node: Node, options: &EmitOptions
     let weight = Weight::read(graph, kernel, options, graph.node(node).inputs[1]);
     let task = correlation::Correlation::new(&convolution, &weight, task == Task::InputGradient);
     pixelwise::product_of(&task, options)
+}
+
+/// The product of windows that `node`, a convolution or the gradient of its input, is; none if it is none.
+pub fn in_windows(
+    graph: &Graph,
+    kernel: &Kernel,
+    node: Node,
+    options: &EmitOptions<'_>,
+) -> Option<InWindows> {
+    let (convolution, task) = Convolution::new(graph, kernel, node, options)?;
+    convolution.in_windows(graph, kernel, node, task, options)
 }
 
 impl Weight {
@@ -182,6 +202,24 @@ impl<'a> Convolution<'a> {
 }
 
 impl Convolution<'_> {
+    /// The product of windows that this is, which `node` computes.
+    fn in_windows(
+        &self,
+        graph: &Graph,
+        kernel: &Kernel,
+        node: Node,
+        task: Task,
+        options: &EmitOptions<'_>,
+    ) -> Option<InWindows> {
+        if task == Task::WeightGradient || !self.has_tiles() || self.taps() == 1 && self.stride == [1; 3] {
+            return None;
+        }
+        let operand = graph.node(node).inputs[1];
+        let weight = Weight::read(graph, kernel, options, operand);
+        let task = correlation::Correlation::new(self, &weight, task == Task::InputGradient);
+        windows::product_of(&task, &Image::read(graph, kernel, options, operand))
+    }
+
     /// The call of cuDNN where it takes the convolution, and `own` elsewhere.
     fn or_library(
         &self,

@@ -212,14 +212,7 @@ fn product(
     out: Value,
     options: &EmitOptions<'_>,
 ) -> Option<ProductCall> {
-    let number_of = |dtype: DType| match dtype {
-        DType::F32 => Some(Number::F32),
-        DType::F64 => Some(Number::F64),
-        DType::F16 => Some(Number::F16),
-        DType::BF16 => Some(Number::Bf16),
-        _ => None,
-    };
-    let number = number_of(dtype)?;
+    let number = Number::of(dtype)?;
     let compute = match dtype {
         DType::F64 => Compute::F64,
         DType::F32 if options.tf32 => Compute::Tf32,
@@ -232,7 +225,7 @@ fn product(
         k: left.extents[1] as u64,
         left: left.operand(number)?,
         right: right.operand(number)?,
-        result: result.result(number_of(result_dtype)?)?,
+        result: result.result(Number::of(result_dtype)?)?,
         compute,
         epilogue: Epilogue::None,
         scalars: ScalarsFrom::Product,

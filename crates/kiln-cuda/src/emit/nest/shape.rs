@@ -35,7 +35,7 @@ const TURNS: i64 = 16;
 const SHARED: i64 = 48 << 10;
 
 /// Threads that keep every multiprocessor busy, if there is work for so many.
-const FILL: i64 = 132 * 512;
+pub(super) const FILL: i64 = 132 * 512;
 
 /// How a row is shared out.
 #[derive(Clone, Copy, Debug)]

@@ -200,9 +200,10 @@ impl<'a> Writer<'a> {
     /// What an argument points to.
     pub(super) fn pointed(&self, argument: &Argument) -> &'static str {
         match argument {
-            Argument::Buffer(buffer) | Argument::Part(buffer, _) | Argument::Matrix(buffer, ..) => {
+            Argument::Buffer(buffer) | Argument::Part(buffer, _) => {
                 c::memory_type(self.buffer_dtype(*buffer))
             }
+            Argument::Copied(at, _) => self.pointed(at),
             Argument::Scalar(_) => "kiln_u64",
             Argument::Scratch(_) | Argument::Table(_) => "unsigned char",
         }

@@ -80,7 +80,7 @@ pub(super) struct Case {
 
 /// Columns of the widest tile where sums are kept. A wider one takes registers that a nest's loads need:
 /// statistics behind [401408, 64] · [64, 256] take 101 microseconds, with 256 columns 114 (H100).
-const WIDEST_KEPT: u64 = 128;
+pub(super) const WIDEST_KEPT: u64 = 128;
 /// Columns of the widest tile that is 256 rows tall: each thread that multiplies has as many sums.
 const WIDEST_TALL: u64 = 96;
 /// The same where it has fewer registers.
@@ -105,6 +105,20 @@ impl Case {
             ahead: 0,
             turns: 0,
             pieces_kept: 0,
+        }
+    }
+
+    /// Tiles as wide as a result of few columns, and tall if they are narrow.
+    pub(super) fn fitted(product: &Product, finishes: bool) -> Self {
+        let columns = product.n.next_multiple_of(16);
+        let rows = if columns <= WIDEST_TALL {
+            2 * TILE_ROWS
+        } else {
+            TILE_ROWS
+        };
+        Self {
+            rows,
+            ..Self::plain(product, columns, finishes)
         }
     }
 

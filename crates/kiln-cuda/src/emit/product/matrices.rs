@@ -5,7 +5,6 @@
 //! that do not join, all but one of them become calls of their own, if there are few.
 
 use kiln_compiler::schedule::Buffer;
-use kiln_graph::DType;
 
 use super::{Dim, Frame, joined};
 use crate::emit::ProductCall;
@@ -20,7 +19,7 @@ const SPLITS: usize = 16;
 
 /// The calls that compute the product; none if cuBLASLt does not take it.
 pub(super) fn calls(frame: &Frame, tf32: bool) -> Option<Vec<ProductCall>> {
-    let numbers = [number(frame.dtype)?, number(frame.result_dtype)?];
+    let numbers = [Number::of(frame.dtype)?, Number::of(frame.result_dtype)?];
     let depth = match frame.depth[..] {
         [] => Dim::ONE,
         [depth] => depth,
@@ -56,17 +55,6 @@ fn choices(dims: &[Dim]) -> Vec<(Dim, Vec<Dim>)> {
         (dims[chosen], others.map(|(_, &dim)| dim).collect())
     };
     order.into_iter().map(choice).collect()
-}
-
-/// The library's name of a type.
-fn number(dtype: DType) -> Option<Number> {
-    match dtype {
-        DType::F64 => Some(Number::F64),
-        DType::F32 => Some(Number::F32),
-        DType::F16 => Some(Number::F16),
-        DType::BF16 => Some(Number::Bf16),
-        _ => None,
-    }
 }
 
 /// A batch of products of matrices.

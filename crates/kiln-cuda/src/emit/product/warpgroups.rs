@@ -14,10 +14,11 @@ use kiln_compiler::schedule::nest::Nest;
 use kiln_compiler::schedule::{Buffer, Kernel};
 use kiln_graph::{Graph, Node, Op};
 
-use super::case::{Case, DEPTH, NEIGHBOURS, TILE_CLOCKS, TILE_ROWS, WIDTHS, WIDTHS_WITH_NEST};
+use super::case::{Case, DEPTH, NEIGHBOURS, TILE_CLOCKS, TILE_ROWS, WIDEST_KEPT, WIDTHS, WIDTHS_WITH_NEST};
 use super::pieces::Pieces;
 use super::{Frame, matrices};
-use crate::code::{Boxes, FunctionText, Trial};
+use crate::code::{Boxes, Copied, FunctionText, Trial, Windows};
+use crate::emit::convolution::windows::InWindows;
 use crate::emit::nest::epilogue::{Keep, Loops, Statements, generate as statements};
 use crate::emit::{
     Argument, Call, EmitOptions, KernelCode, Launch, PaddedProduct, ProductCall, convolution, nest,
@@ -116,6 +117,8 @@ struct Operands {
     /// The product of each piece, with where its operands and its result are; one if nothing is in pieces.
     pieces: Vec<ProductCall>,
     cut: Option<Cut>,
+    /// What the rows of the left operand are windows of, if they are.
+    windows: Option<InWindows>,
 }
 
 impl Operands {
@@ -124,6 +127,14 @@ impl Operands {
             product: call.product.clone(),
             pieces: vec![call.clone()],
             cut: None,
+            windows: None,
+        }
+    }
+
+    fn in_windows(windows: InWindows) -> Self {
+        Self {
+            windows: Some(windows.clone()),
+            ..Self::whole(&windows.call)
         }
     }
 
@@ -153,6 +164,7 @@ impl Operands {
             product,
             pieces: calls,
             cut: Some(pieces.cut),
+            windows: None,
         })
     }
 
@@ -162,7 +174,10 @@ impl Operands {
             return Self::of(&pieces, options.tf32);
         }
         if !matches!(graph.node(node).op, Op::DotGeneral(_)) {
-            return convolution::product(graph, kernel, node, options).map(|call| Self::whole(&call));
+            return match convolution::product(graph, kernel, node, options) {
+                Some(call) => Some(Self::whole(&call)),
+                None => convolution::in_windows(graph, kernel, node, options).map(Self::in_windows),
+            };
         }
         let frame = Frame::new(graph, kernel, node, options.layouts)?;
         let [call] = &matrices::calls(&frame, options.tf32)?[..] else {
@@ -175,6 +190,39 @@ impl Operands {
     fn are_taken(&self, start: impl Fn(&ProductCall) -> usize) -> bool {
         let takes = |call: &ProductCall| is_taken(&call.product, [call.left.1, call.right.1, start(call)]);
         self.pieces.iter().all(takes)
+    }
+
+    /// The left operand (0) or the right one (1) of `call`, one of the pieces, as the copy engine takes it.
+    fn copied(&self, call: &ProductCall, side: usize, tile: [u64; 2]) -> Copied {
+        let boxes = boxes(&call.product, tile)[side];
+        match (&self.windows, side) {
+            (None, _) => Copied::Matrix(boxes),
+            (Some(windows), 0) => Copied::Image(Windows {
+                tall: tile[0] as u32,
+                ..windows.image
+            }),
+            (Some(windows), _) => Copied::Matrix(match windows.mirrored {
+                // All taps side by side, and the depth of one.
+                true => Boxes {
+                    inner: call.product.n * windows.taps(),
+                    outer: windows.channels as u64,
+                    ..boxes
+                },
+                false => boxes,
+            }),
+        }
+    }
+
+    /// The launch that makes the copy of a weight that the template reads, behind so much working memory, and
+    /// all of that; none if the copy cannot be made.
+    fn copy_behind(&mut self, scratch: usize) -> Option<(Option<Launch>, usize)> {
+        match self.windows.as_mut().and_then(|windows| windows.copy.as_mut()) {
+            Some(copy) => {
+                let (launch, scratch) = copy.behind(scratch)?;
+                Some((Some(launch), scratch))
+            }
+            None => Some((None, scratch)),
+        }
     }
 
     /// The extents of the pieces along the cut.
@@ -201,6 +249,22 @@ impl Operands {
             .filter(|&(columns, _)| self.lies_in_tiles(TILE_ROWS, columns));
         let best = widths.min_by(|a, b| clocks(a).total_cmp(&clocks(b)));
         best.map(|(columns, _)| columns)
+    }
+
+    /// The tiles that take the least time on so many multiprocessors: those of products without sums behind
+    /// them.
+    fn tiles(&self, widths: [(u64, f64); 3], finishes: bool, processors: u32) -> Option<Case> {
+        let product = &self.product;
+        if self.windows.is_some() && product.n <= WIDEST_KEPT {
+            return Some(Case::fitted(product, finishes));
+        }
+        let columns = self.columns(widths, processors)?;
+        Some(Case::plain(product, columns, finishes))
+    }
+
+    /// The same of a product that nothing follows.
+    fn tiles_alone(&self, processors: u32) -> Option<Case> {
+        self.tiles(WIDTHS, self.product.result.number != Number::F32, processors)
     }
 
     /// Whether tiles of so many rows and columns lie in one piece each.
@@ -260,8 +324,18 @@ fn declared(operands: &Operands, side: usize, tile: [u64; 2]) -> Declared {
             name.to_owned()
         };
         let (buffer, bytes) = [call.left, call.right][side];
-        own.arguments
-            .push(Argument::Matrix(buffer, bytes, boxes(&call.product, tile)[side]));
+        let place = match operands
+            .windows
+            .as_ref()
+            .and_then(|windows| windows.copy.as_ref())
+        {
+            Some(copy) if side == 1 => Argument::Scratch(copy.at),
+            _ => Argument::Part(buffer, bytes),
+        };
+        own.arguments.push(Argument::Copied(
+            Box::new(place),
+            operands.copied(call, side, tile),
+        ));
         own.parameters
             .push(format!("const __grid_constant__ kiln_matrix {parameter}"));
         names.push(format!("&{parameter}"));
@@ -299,7 +373,7 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
         "{WARPGROUP_TEMPLATES}struct @_case {{\ntypedef {element} element;\n\
          static constexpr int TILE_ROWS = {}, TILE_COLUMNS = {}, STAGES = {}, GROUPS = {}, FINISHERS = {}, RESULTS = {};\n\
          static constexpr int PIECES_KEPT = {}, RIGHT_STEPS = {};\n\
-         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {}, KEEPS_COLUMNS = {};\n{}}};\n",
+         static constexpr bool LEFT_TURNED = {}, RIGHT_TURNED = {}, DEPTH_IN_PIECES = {}, KEEPS_COLUMNS = {}, IN_WINDOWS = {};\n{}{}}};\n",
         case.rows,
         case.columns,
         case.stages(),
@@ -312,6 +386,11 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
         case.right_turned,
         operands.cut == Some(Cut::Depth),
         case.keeps_columns,
+        operands.windows.is_some(),
+        operands
+            .windows
+            .as_ref()
+            .map_or_else(String::new, InWindows::constants),
         instructions(case.columns as usize, instruction),
     );
     helpers.push_str(&finish.helpers);
@@ -382,15 +461,13 @@ fn each_row(ty: &str, row_name: &str, together: i64, statements: &str) -> String
     )
 }
 
-/// The product alone, by tiles of so many columns.
-fn alone(operands: &Operands, columns: u64, processors: u32) -> Launch {
+/// The product alone, by tiles of `case`.
+fn alone(operands: &Operands, case: Case, processors: u32) -> Launch {
     let product = &operands.product;
-    let finishes = product.result.number != Number::F32;
     let leading = product.result.leading;
     let (result, start) = operands.pieces[0].result;
     let arguments = vec![Argument::Part(result, start)];
-    let case = Case::plain(product, columns, finishes);
-    let finish = match finishes {
+    let finish = match case.finishes {
         true => {
             let (element, _) = element(product.left.number);
             let store = format!("product.store(result + own * (kiln_u64){leading} + column);\n");
@@ -447,8 +524,8 @@ pub(super) fn of_pieces(pieces: &Pieces, options: &EmitOptions<'_>) -> Option<(L
     if !is_tried(product.flop(), options) || !operands.are_taken(|call| call.result.1) {
         return None;
     }
-    let columns = operands.columns(WIDTHS, options.processors)?;
-    let own = alone(&operands, columns, options.processors);
+    let case = operands.tiles_alone(options.processors)?;
+    let own = alone(&operands, case, options.processors);
     Some((own, trial(product, options)))
 }
 
@@ -456,10 +533,10 @@ pub(super) fn of_pieces(pieces: &Pieces, options: &EmitOptions<'_>) -> Option<(L
 pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
     let operands = Operands::whole(&call);
     let product = &call.product;
-    let columns = operands.columns(WIDTHS, options.processors);
-    match columns.filter(|_| is_tried(product.flop(), options) && operands.are_taken(|call| call.result.1)) {
-        Some(columns) => {
-            let own = alone(&operands, columns, options.processors);
+    let case = operands.tiles_alone(options.processors);
+    match case.filter(|_| is_tried(product.flop(), options) && operands.are_taken(|call| call.result.1)) {
+        Some(case) => {
+            let own = alone(&operands, case, options.processors);
             let trial = trial(product, options);
             Call::Either(
                 vec![Call::Product(Box::new(call))],
@@ -468,6 +545,24 @@ pub(super) fn offered(call: ProductCall, options: &EmitOptions<'_>) -> Call {
             )
         }
         None => Call::Product(Box::new(call)),
+    }
+}
+
+/// The convolution that `code` computes, with the template as the alternative that the device times, where it
+/// has one.
+pub fn beside(code: KernelCode, windows: InWindows, options: &EmitOptions<'_>) -> KernelCode {
+    let mut operands = Operands::in_windows(windows);
+    let is_taken = is_tried(operands.product.flop(), options) && operands.are_taken(|call| call.result.1);
+    let case = operands.tiles_alone(options.processors).filter(|_| is_taken);
+    let (Some(case), Some((copy, scratch))) = (case, operands.copy_behind(0)) else {
+        return code;
+    };
+    let own = alone(&operands, case, options.processors);
+    let trial = trial(&operands.product, options);
+    let own = copy.into_iter().chain([own]).map(Call::Launch).collect();
+    KernelCode {
+        scratch: scratch.max(code.scratch),
+        calls: vec![Call::Either(code.calls, own, Some(Box::new(trial)))],
     }
 }
 
@@ -493,7 +588,7 @@ fn together(
         return None;
     }
     let value = graph.node(node).outputs[0];
-    let operands = Operands::new(graph, kernel, node, options)?;
+    let mut operands = Operands::new(graph, kernel, node, options)?;
     let product = &operands.product;
     let result = ResultFrame::of(graph, value)?;
     let placed = result.place(graph, nest, value, nest.maps.get(&value)?);
@@ -514,10 +609,7 @@ fn together(
         let mut case = match keeps_columns {
             true if way.one_group => Case::of_one_group(product).filter(|_| operands.cut.is_none())?,
             true => Case::with_sums(product, has_ahead),
-            false => {
-                let columns = operands.columns(WIDTHS_WITH_NEST, options.processors)?;
-                Case::plain(product, columns, true)
-            }
+            false => operands.tiles(WIDTHS_WITH_NEST, true, options.processors)?,
         };
         let together = case.together(way.ahead.unwrap_or(TOGETHER)) as i64;
         let [_, across] = case.tiles(product);
@@ -559,13 +651,16 @@ fn together(
     };
     let (case, nest, together) = ways.iter().find_map(|&way| shaped(way))?;
     let finish = finish(&nest, case, together);
+    let (copy, scratch) = operands.copy_behind(nest.scratch)?;
     let product = launch(&operands, case, options.processors, finish);
     Some(KernelCode {
-        calls: std::iter::once(product)
+        calls: copy
+            .into_iter()
+            .chain([product])
             .chain(nest.sums)
             .map(Call::Launch)
             .collect(),
-        scratch: nest.scratch,
+        scratch,
     })
 }
 

@@ -19,7 +19,14 @@
 // What a case C says: STAGES, TILE_ROWS, TILE_COLUMNS, GROUPS (that multiply), FINISHERS (threads; none where those who multiply store
 // their results), RESULTS (tiles of them between the two), PIECES_KEPT, RIGHT_STEPS (steps of the depth of a right operand that stays in
 // shared memory; none where it comes to the places, beside the left one), LEFT_TURNED, RIGHT_TURNED, DEPTH_IN_PIECES (whether both operands
-// lie in several matrices along the depth), KEEPS_COLUMNS, `element`, and two functions of the tile's width: `multiply` and `settle`.
+// lie in several matrices along the depth), KEEPS_COLUMNS, IN_WINDOWS, `element`, and two functions of the tile's width: `multiply` and
+// `settle`.
+//
+// IN_WINDOWS the rows of the left operand are the windows of an image, its channels last: the pixels under the first tap, then those under
+// the next one. The engine takes them from the image, tap by tap, and puts zeros where they are beyond it. Such a case also says CHANNELS
+// (of a tap: whole steps of the depth), WINDOW_H and WINDOW_W (taps), DILATION_H and DILATION_W (pixels between those), STRIDE_H and STRIDE_W
+// (pixels between windows), LOW_H and LOW_W (where the first window begins), RESULT_H and RESULT_W (windows of an image), and MIRRORED_BY:
+// columns of the right operand from a tap to the one before, where those lie side by side and not one after the other along the depth.
 
 // Where the engine finds a matrix: written by the driver.
 struct alignas(64) kiln_matrix { kiln_u64 words[16]; };
@@ -88,6 +95,16 @@ inline void kiln_product_box(kiln_u32 to, const kiln_matrix* matrix, int inner, 
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];"
         :: "r"(to), "l"(matrix), "r"(inner), "r"(outer), "r"(barrier) : "memory");
+}
+
+// Asks the engine for what lies under the tap (down, across) of so many windows of an image: channels from `channel` on. The first window
+// begins at the pixel (x, y) of image number `image`.
+inline void kiln_product_windows(
+    kiln_u32 to, const kiln_matrix* images, int channel, int x, int y, int image, int across, int down, kiln_u32 barrier)
+{
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6], {%7, %8};"
+        :: "r"(to), "l"(images), "r"(channel), "r"(x), "r"(y), "r"(image), "r"(barrier), "h"((kiln_u16)across), "h"((kiln_u16)down) : "memory");
 }
 
 // A block's shared memory: places for operands, the right operand where it stays, tiles of results, barriers.
@@ -210,12 +227,38 @@ template <int COUNT> struct kiln_product_pieces {
 template <class C> void kiln_product_load_right(kiln_u32 to, const kiln_matrix* right, int from, int column, kiln_u32 barrier)
 {
     typedef kiln_product_shared<C> S;
+    if constexpr (C::IN_WINDOWS) {
+        if constexpr (C::MIRRORED_BY > 0) {
+            column += (C::WINDOW_H * C::WINDOW_W - 1 - from / C::CHANNELS) * C::MIRRORED_BY;
+            from %= C::CHANNELS;
+        }
+    }
     if (C::RIGHT_TURNED) {
         #pragma unroll
         for (int i = 0; i < S::RIGHT_BLOCKS; i++)
             kiln_product_box(to + i * S::BLOCK, right, column + 64 * i, from, barrier);
     } else {
         kiln_product_box(to, right, from, column, barrier);
+    }
+}
+
+// Asks for a step of the depth of the left operand's rows, from `row` on.
+template <class C> void kiln_product_load_left(kiln_u32 to, const kiln_matrix* left, int from, int row, kiln_u32 barrier)
+{
+    typedef kiln_product_shared<C> S;
+    if constexpr (C::IN_WINDOWS) {
+        static_assert(C::CHANNELS % S::DEPTH == 0 && !C::LEFT_TURNED && !C::DEPTH_IN_PIECES, "a step of the depth is of one tap");
+        const int tap = from / C::CHANNELS, channel = from % C::CHANNELS;
+        const int line = row / C::RESULT_W, x = row % C::RESULT_W, image = line / C::RESULT_H, y = line % C::RESULT_H;
+        kiln_product_windows(
+            to, left, channel, x * C::STRIDE_W + C::LOW_W, y * C::STRIDE_H + C::LOW_H, image,
+            tap % C::WINDOW_W * C::DILATION_W, tap / C::WINDOW_W * C::DILATION_H, barrier);
+    } else if (C::LEFT_TURNED) {
+        #pragma unroll
+        for (int i = 0; i < S::TILE_ROWS / 64; i++)
+            kiln_product_box(to + i * S::BLOCK, left, row + 64 * i, from, barrier);
+    } else {
+        kiln_product_box(to, left, from, row, barrier);
     }
 }
 
@@ -249,13 +292,7 @@ template <class C, int LEFTS, int RIGHTS> void kiln_product_load(
             const kiln_u32 barrier = shared.full + 8 * at, to = shared.places + at * S::STAGE;
             kiln_barrier_wait(shared.empty + 8 * at, round ^ 1);
             kiln_barrier_expect(barrier, S::STAGE);
-            if (C::LEFT_TURNED) {
-                #pragma unroll
-                for (int i = 0; i < S::TILE_ROWS / 64; i++)
-                    kiln_product_box(to + i * S::BLOCK, left, row + 64 * i, from, barrier);
-            } else {
-                kiln_product_box(to, left, from, row, barrier);
-            }
+            kiln_product_load_left<C>(to, left, from, row, barrier);
             if (!S::RIGHT_STAYS) kiln_product_load_right<C>(to + S::LEFT_BYTES, right, from, column, barrier);
             if (++at == C::STAGES) at = 0, round ^= 1;
         }

@@ -500,7 +500,7 @@ impl<'a> Run<'a> {
                     tables.push(table);
                     at
                 }
-                Pointer::Matrix(..) => return Err(format!("kernel {name} needs a GPU")),
+                Pointer::Copied(..) => return Err(format!("kernel {name} needs a GPU")),
                 // The host is given a pointer to them (`numbers.cuh`).
                 Pointer::Words(words) => {
                     let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_ne_bytes()).collect();
