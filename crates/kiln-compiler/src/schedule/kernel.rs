@@ -81,7 +81,12 @@ impl Kernel {
             KernelKind::Nest(_) => "points",
             KernelKind::Together(_) => {
                 let mut phases = self.nodes.iter().map(|&node| graph.node(node).provenance.phase);
+                let same = |&node: &Node| {
+                    let data = graph.node(node);
+                    graph.dtype(data.inputs[0]) == graph.dtype(data.outputs[0])
+                };
                 match self.nodes.iter().all(|node| matches!(op(node), Op::Cast(_))) {
+                    true if self.nodes.iter().all(same) => "copies",
                     true => "casts",
                     false if phases.any(|phase| phase == Phase::Optimizer) => "updates",
                     false => "pieces",

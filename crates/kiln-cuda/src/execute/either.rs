@@ -24,7 +24,7 @@ const NAME: &str = "trial";
 /// Whether the library's side of `either` is taken.
 ///
 /// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little, and a convolution
-/// of windows likewise, if it is faster than cuDNN. A convolution that is a product of matrices goes to the
+/// of windows likewise, if it is faster than cuDNN or there is none. A convolution that is a product of matrices goes to the
 /// faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN refuses.
 pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Result<bool> {
     let CallKind::Either { library, own, trial } = either else {
@@ -32,7 +32,9 @@ pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Res
     };
     if let Some(trial) = trial {
         return match own.last() {
-            Some(own) if !trial.always => Ok(own_share(gpu, functions, trial, library, own)?.is_none()),
+            Some(own) if !trial.always && offers(gpu, library)? != Offer::None => {
+                Ok(own_share(gpu, functions, trial, library, own)?.is_none())
+            }
             _ => Ok(false),
         };
     }
@@ -107,6 +109,35 @@ fn asked<'a>(calls: &'a [CallKind], all: &mut Vec<Asked<'a>>) {
             _ => {}
         }
     }
+}
+
+/// Whether libraries compute what they are asked for.
+#[derive(Clone, Copy, PartialEq)]
+enum Offer {
+    /// One of them does not, or none was asked.
+    None,
+    /// They do, but cuDNN's plan could not be tried for want of memory: its time is not known.
+    Untried,
+    Tried,
+}
+
+/// Whether libraries compute `calls`. The plans of convolutions are searched for here, while nothing else has
+/// memory for a trial.
+fn offers(gpu: &Gpu, calls: &[CallKind]) -> Result<Offer> {
+    let mut all = Vec::new();
+    asked(calls, &mut all);
+    let mut offer = if all.is_empty() { Offer::None } else { Offer::Tried };
+    for asked in all {
+        let Asked::Convolution(convolution, workspace) = asked else {
+            continue;
+        };
+        match gpu.plan(convolution, workspace)? {
+            None => return Ok(Offer::None),
+            Some(plan) if plan.microseconds() == 0.0 => offer = Offer::Untried,
+            Some(_) => {}
+        }
+    }
+    Ok(offer)
 }
 
 /// What a library computes, ready to run on memory of its own.
@@ -211,10 +242,7 @@ impl<'a> Candidate<'a> {
             shared_bytes: self.shared_bytes,
             arguments: given,
         };
-        let Some(mut library) = self.ready(gpu)? else {
-            // Tiles for a convolution that cuDNN refuses are slower.
-            return Ok(0.0);
-        };
+        let mut library = self.ready(gpu)?;
         let mut library = || library.iter_mut().try_for_each(|ready| ready.run(stream));
         // SAFETY: the kernel computes this product, from operands and into a result of its sizes.
         let mut own = || unsafe { stream.launch(&launch) };
@@ -222,8 +250,8 @@ impl<'a> Candidate<'a> {
         Ok(times[1] / times[0])
     }
 
-    /// The library's calls, each with memory to try it on; none if the library refuses one.
-    fn ready<'g>(&self, gpu: &'g Gpu) -> Result<Option<Vec<Ready<'g>>>> {
+    /// The library's calls, each with memory to try it on.
+    fn ready<'g>(&self, gpu: &'g Gpu) -> Result<Vec<Ready<'g>>> {
         let mut all = Vec::new();
         for &asked in &self.library {
             all.push(match asked {
@@ -235,7 +263,7 @@ impl<'a> Candidate<'a> {
                 }
                 Asked::Convolution(convolution, workspace) => {
                     let Some(plan) = gpu.plan(convolution, workspace)? else {
-                        return Ok(None);
+                        unreachable!("only what libraries offer is tried")
                     };
                     let bytes = plan.workspace_bytes();
                     let memory = ConvolutionTrial::new(gpu.stream(), convolution, bytes)?;
@@ -243,7 +271,7 @@ impl<'a> Candidate<'a> {
                 }
             });
         }
-        Ok(Some(all))
+        Ok(all)
     }
 }
 
@@ -260,6 +288,9 @@ pub(super) fn measure(gpu: &Gpu, code: &StepCode) -> Result<()> {
         let (Some(trial), Some(own)) = (trial.as_ref().filter(|trial| !trial.always), own.last()) else {
             continue;
         };
+        if offers(gpu, library)? != Offer::Tried {
+            continue;
+        }
         let found = Candidate::new(gpu, &code.functions, trial, library, own)?;
         let is_new = |found: &Candidate<'_>| {
             gpu.known_share(&found.key).is_none() && candidates.iter().all(|other| other.key != found.key)

@@ -17,7 +17,7 @@ use super::error::StepError;
 use super::gpu::Gpu;
 use super::{either, guards};
 use crate::build::{Cubin, Key, Source, Store};
-use crate::code::{CallKind, Function, StepCall, StepCode};
+use crate::code::{CallKind, Function, Pointer, StepCall, StepCode};
 use crate::error::CudaError;
 use crate::family::Backend;
 use crate::ranks::Ranks;
@@ -136,14 +136,18 @@ pub(super) fn choices(code: &StepCode, gpu: &Gpu) -> Result<Vec<Chosen>, CudaErr
     code.calls.iter().map(choice).collect()
 }
 
-/// Names the kernels that the library refused after the functions that compute them instead.
+/// Names the kernels that the library refused after the functions that compute them instead. What these copy
+/// first gives no name.
 pub(crate) fn name_own_kernels(code: &StepCode, contract: &mut Contract, refused: &[u32]) {
-    for call in code
-        .calls
-        .iter()
-        .rev()
-        .filter(|call| refused.contains(&call.kernel))
-    {
+    let own = || code.calls.iter().filter(|call| refused.contains(&call.kernel));
+    let template = |call: &&StepCall| match &call.kind {
+        CallKind::Launch { arguments, .. } => {
+            let copied = |argument: &Pointer| matches!(argument, Pointer::Copied(..));
+            arguments.iter().any(copied)
+        }
+        _ => false,
+    };
+    for call in own().rev().chain(own().filter(template)) {
         let name = match &call.kind {
             CallKind::Launch { function, .. } => code.functions[*function].name.clone(),
             CallKind::Product { product, .. } => format!("product {product}"),
