@@ -257,3 +257,42 @@ fn pools_share_their_kernels() {
         assert!(!format!("{outcome:?}").contains("wants constants"), "{outcome:?}");
     }
 }
+
+/// A convolution of windows in Hopper's template, with a nest behind it.
+fn windows(height: usize, width: usize) -> Graph {
+    let image = format!("[2,64,{height},{width}]");
+    let one = "{stride=[1,1], pad_low=[0,0], pad_high=[0,0], dilation=[1,1], groups=1}";
+    Graph::parse(&format!(
+        "graph @windows {{
+  %p = parameter 0 : bf16[2,4,{height},{width}]
+  %u = parameter 1 : bf16[64,4,1,1]
+  %w = parameter 2 : bf16[64,64,3,3]
+  %b = parameter 3 : f32[64]
+  %v = parameter 4 : bf16[4,64,1,1]
+  %x = conv %p, %u {one} : bf16{image}
+  %y = conv %x, %w {{stride=[1,1], pad_low=[1,1], pad_high=[1,1], dilation=[1,1], groups=1}} : bf16{image}
+  %f = cast %y : f32{image}
+  %bs = broadcast %b {{dims=[1]}} : f32{image}
+  %h = add %f, %bs : f32{image}
+  %k = cast %h : bf16{image}
+  %out = conv %k, %v {one} : bf16[2,4,{height},{width}]
+  return %out
+}}"
+    ))
+    .unwrap()
+}
+
+/// Extents of images are numbers of the template, which divides by them.
+#[test]
+fn convolutions_of_windows_have_numbers() {
+    let Some(nvrtc) = common::nvrtc() else { return };
+    let compiler = Compiler::new(nvrtc, (9, 0), Store::disabled()).unwrap();
+    let family = Family::new(maker((compiler, Store::disabled())));
+    for (height, width) in [(119, 121), (130, 127)] {
+        let (shared, outcome) = family.compile_into(&windows(height, width), None).unwrap();
+        assert!(!format!("{outcome:?}").contains("wants constants"), "{outcome:?}");
+        let is_template = |text: &str| text.contains("IN_WINDOWS = true");
+        let mut functions = shared.code.functions.iter();
+        assert!(functions.any(|function| is_template(&function.text.helpers)));
+    }
+}
