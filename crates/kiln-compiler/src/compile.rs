@@ -19,7 +19,7 @@ use crate::stages::Stages;
 use crate::target::{Emitted, Step, Target};
 use crate::transform::Transformed;
 use crate::transform::autocast::AutocastReport;
-use crate::{buckets, debug, partition, products, transform, weights};
+use crate::{debug, late, partition, transform};
 
 /// The result of [`compile`].
 pub struct CompiledStep<T: Target> {
@@ -113,38 +113,16 @@ pub fn compile<T: Target>(
     if options.wants_dumps() && partition.is_some() {
         dumps.push(("partition".into(), graph.to_string()));
     }
-    let bucketed = stages.time("buckets", || {
-        buckets::run(&graph, &options.buckets, options.sums.as_deref())
-    });
-    let graph = match bucketed.map_err(CompileError::pass("buckets"))? {
-        Some(bucketed) => {
+    let mut graph = graph;
+    for (name, pass) in late::PASSES {
+        let changed = stages.time(name, || pass(&graph, options, target.policy()));
+        if let Some(changed) = changed.map_err(CompileError::pass(name))? {
             if options.wants_dumps() {
-                dumps.push(("buckets".into(), bucketed.to_string()));
+                dumps.push((name.into(), changed.to_string()));
             }
-            bucketed
+            graph = changed;
         }
-        None => graph,
-    };
-    let joined = stages.time("products", || products::join(&graph, options, target.policy()));
-    let graph = match joined.map_err(CompileError::pass("products"))? {
-        Some(joined) => {
-            if options.wants_dumps() {
-                dumps.push(("products".into(), joined.to_string()));
-            }
-            joined
-        }
-        None => graph,
-    };
-    let copied = stages.time("weights", || weights::run(&graph, options, target.policy()));
-    let graph = match copied.map_err(CompileError::pass("weights"))? {
-        Some(copied) => {
-            if options.wants_dumps() {
-                dumps.push(("weights".into(), copied.to_string()));
-            }
-            copied
-        }
-        None => graph,
-    };
+    }
     let schedule = stages.time("schedule", || {
         schedule::fuse::schedule(&graph, options, target.policy())
     });

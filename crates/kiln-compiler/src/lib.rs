@@ -27,6 +27,7 @@ pub mod decision;
 mod error;
 pub mod identity;
 pub mod index;
+pub mod late;
 mod lines;
 mod log;
 mod options;

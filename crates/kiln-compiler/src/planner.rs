@@ -4,17 +4,17 @@
 //! A memory budget is met by trying partitions. Scheduling, the target's decisions on every kernel and the
 //! plan of memory determine the arena of each candidate; no code is written for that.
 
+use std::borrow::Cow;
+
 use kiln_graph::Graph;
 use kiln_partition::Planner;
 
-use crate::buckets;
 use crate::error::CompileError;
+use crate::late;
 use crate::options::Options;
 use crate::plan::{self, Plan};
-use crate::products;
 use crate::schedule::{Schedule, fuse};
 use crate::target::Target;
-use crate::weights;
 
 /// The target's decision on each kernel of `schedule`.
 ///
@@ -60,15 +60,14 @@ impl<T: Target> ArenaPlanner<'_, T> {
     /// # Errors
     /// Those of [`Target::kernel`].
     pub fn arena(&self, graph: &Graph) -> Result<u64, CompileError> {
-        let (sizes, sums) = (&self.options.buckets, self.options.sums.as_deref());
-        let bucketed = buckets::run(graph, sizes, sums).map_err(CompileError::pass("buckets"))?;
-        let graph = bucketed.as_ref().unwrap_or(graph);
-        let joined = products::join(graph, self.options, self.target.policy());
-        let joined = joined.map_err(CompileError::pass("products"))?;
-        let graph = joined.as_ref().unwrap_or(graph);
-        let copied = weights::run(graph, self.options, self.target.policy());
-        let copied = copied.map_err(CompileError::pass("weights"))?;
-        let graph = copied.as_ref().unwrap_or(graph);
+        let mut graph = Cow::Borrowed(graph);
+        for (name, pass) in late::PASSES {
+            let changed = pass(&graph, self.options, self.target.policy());
+            if let Some(changed) = changed.map_err(CompileError::pass(name))? {
+                graph = Cow::Owned(changed);
+            }
+        }
+        let graph = graph.as_ref();
         let schedule = fuse::schedule(graph, self.options, self.target.policy());
         let kernels = kernels(graph, &schedule, self.target)?;
         Ok(memory(graph, &schedule, &kernels, self.target).arena_bytes as u64)
