@@ -1,5 +1,5 @@
-//! The passes between the partition and the schedule. A candidate of the partition goes through them, too, before
-//! its memory is planned ([`crate::planner`]).
+//! The passes between the partition and the schedule. A candidate of the partition goes through them, too,
+//! before its memory is planned ([`crate::planner`]).
 
 use kiln_graph::{Graph, TypeError};
 

@@ -63,8 +63,8 @@ pub struct Policy {
     pub epilogue_sums: Option<usize>,
     /// Whether convolutions of single pixels, channels-last, are products of that template.
     pub epilogue_pixels: bool,
-    /// What channels of an image, channels-last, are multiples of in other convolutions that the template computes,
-    /// and in gradients of the input of such without strides; none where there are none.
+    /// What channels of an image, channels-last, are multiples of in other convolutions that the template
+    /// computes, and in gradients of the input of such without strides; none where there are none.
     pub epilogue_windows: Option<usize>,
     /// Fewest elements of such a result.
     pub epilogue_elements: usize,

@@ -135,9 +135,9 @@ pub fn is_of_pixels(graph: &Graph, data: &NodeData) -> bool {
         && data.op.is_pixelwise(graph.shape(data.inputs[1]))
 }
 
-/// Whether `data` is any other convolution of images of two dimensions or one, without groups, or the gradient of the
-/// input of one without strides, and the image that it reads has a multiple of `unit` channels: a product of the
-/// image's windows by the weight.
+/// Whether `data` is any other convolution of images of two dimensions or one, without groups, or the
+/// gradient of the input of one without strides, and the image that it reads has a multiple of `unit`
+/// channels: a product of the image's windows by the weight.
 pub fn is_of_windows(graph: &Graph, data: &NodeData, unit: usize) -> bool {
     let conv = match &data.op {
         Op::Conv(conv) => conv,

@@ -1,9 +1,9 @@
 //! Weights of convolutions, with the channels of the image last.
 //!
-//! Kernels for images whose channels come last read a weight likewise, `[out, taps, in]`, and a parameter lies
-//! `[out, in, taps]`. Each call would copy it first, forward and backward, and wait for that. Where a target
-//! asks for it ([`Policy::weights_last`]) a step copies such a parameter once, at its start and with the others
-//! ([`join_casts`](crate::schedule::together::join_casts)):
+//! Kernels for images whose channels come last read a weight likewise, `[out, taps, in]`, and a parameter
+//! lies `[out, in, taps]`. Each call would copy it first, forward and backward, and wait for that. Where a
+//! target asks for it ([`Policy::weights_last`]) a step copies such a parameter once, at its start and with
+//! the others ([`join_casts`](crate::schedule::together::join_casts)):
 //!
 //! ```text
 //!   y = conv x, w                            c = cast w      (of the same type: a copy)
@@ -47,7 +47,8 @@ pub fn run(graph: &Graph, options: &Options, policy: &Policy) -> Result<Option<G
             rewriter.copy(node)?;
             continue;
         }
-        let [image, weight] = [0, 1].map(|at| rewriter.map_all(&data.inputs)[at]);
+        let operands = rewriter.map_all(&data.inputs);
+        let (image, weight) = (operands[0], operands[1]);
         let copy = match copies.get(&weight) {
             Some(&copy) => copy,
             None => {
@@ -65,8 +66,8 @@ pub fn run(graph: &Graph, options: &Options, policy: &Policy) -> Result<Option<G
     Ok(Some(rewriter.finish().without_dead_code()))
 }
 
-/// Whether `node` is a convolution, or the gradient of the input of one, that reads its weight with the channels
-/// last: one of windows, without groups, of images that the step itself stores.
+/// Whether `node` is a convolution, or the gradient of the input of one, that reads its weight with the
+/// channels last: one of windows, without groups, of images that the step itself stores.
 fn is_read_last(graph: &Graph, users: &Users, node: Node) -> bool {
     let data = graph.node(node);
     let (Op::Conv(conv) | Op::ConvInputGrad { conv, .. }) = &data.op else {
@@ -110,8 +111,8 @@ mod tests {
         ..POLICY
     };
 
-    /// A network of two convolutions and gradients: `w` and `v` are read forward and backward, `u` by a convolution
-    /// of an argument, `t` by one whose result is an output.
+    /// A network of two convolutions and gradients: `w` and `v` are read forward and backward, `u` by a
+    /// convolution of an argument, `t` by one whose result is an output.
     const STEP: &str = "graph @step {
   %x = parameter 0 : f32[2,3,6,6]
   %u = parameter 1 : f32[8,3,3,3]

@@ -64,9 +64,9 @@ impl Boxes {
     }
 }
 
-/// An image, its channels last, as Hopper's copy engine takes the operand of a convolution out of it: the pixels
-/// under one tap of the windows, window after window in the order of the result's pixels, with zeros for those
-/// that lie beyond the image. Rows come first in pairs of numbers.
+/// An image, its channels last, as Hopper's copy engine takes the operand of a convolution out of it: the
+/// pixels under one tap of the windows, window after window in the order of the result's pixels, with zeros
+/// for those that lie beyond the image. Rows come first in pairs of numbers.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Windows {
     /// Type of the elements, of 16 bits.
@@ -146,8 +146,8 @@ pub struct Trial {
     pub always: bool,
 }
 
-/// An argument of a kernel. Every parameter of a kernel is a pointer, but for tensors of the copy engine and the
-/// numbers of a template.
+/// An argument of a kernel. Every parameter of a kernel is a pointer, but for tensors of the copy engine and
+/// the numbers of a template.
 #[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
 pub enum Pointer {
     /// To memory of the step.

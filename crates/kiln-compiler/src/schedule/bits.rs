@@ -34,8 +34,8 @@ fn decides(op: &Op, dtype: DType) -> bool {
     }
 }
 
-/// The operands, of so many, among whose elements those of the result are, but for their signs: `op` moves them,
-/// or is one of them. None if it computes others.
+/// The operands, of so many, among whose elements those of the result are, but for their signs: `op` moves
+/// them, or is one of them. None if it computes others.
 pub(super) fn passed(op: &Op, operands: usize) -> Option<Range<usize>> {
     match op {
         Op::Unary(UnaryOp::Neg | UnaryOp::Abs) => Some(0..1),

@@ -33,10 +33,10 @@
 //! outliers many deviations. Samples are taken relative to one of them, so that a channel of equal elements
 //! has a variance of zero.
 //!
-//! Where a convolution makes `x` and its template sums up what it stores ([`Policy::epilogue_sums`]), `s` must
-//! be known before `x` is: the samples are then pixels or windows of the convolution's own image, and `s` is the
-//! mean of their products by the weight. There `sum(x)` is `p + n * s`, too,
-//! which is one sum less.
+//! Where a convolution makes `x` and its template sums up what it stores ([`Policy::epilogue_sums`]), `s`
+//! must be known before `x` is: the samples are then pixels or windows of the convolution's own image, and
+//! `s` is the mean of their products by the weight. There `sum(x)` is `p + n * s`, too, which is one sum
+//! less.
 
 use rustc_hash::FxHashMap;
 use smallvec::SmallVec;
@@ -610,8 +610,8 @@ fn sample_slice(shape: &[usize], counts: &[usize]) -> Op {
     }
 }
 
-/// The slice of every channel with the pixels under the taps of one window of each of `count` images: the one in
-/// the middle, or the nearest that lies within the image; none if none does.
+/// The slice of every channel with the pixels under the taps of one window of each of `count` images: the one
+/// in the middle, or the nearest that lies within the image; none if none does.
 fn window_slice(shape: &[usize], taps: &[usize], conv: &ConvDims, count: usize) -> Option<Op> {
     let apart = shape[0] / count;
     let mut starts: Dims = [apart / 2, 0].into_iter().collect();

@@ -23,9 +23,10 @@ const NAME: &str = "trial";
 
 /// Whether the library's side of `either` is taken.
 ///
-/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little, and a convolution
-/// of windows likewise, if it is faster than cuDNN or there is none. A convolution that is a product of matrices goes to the
-/// faster of cuDNN and that; Kiln's own tiles are only for convolutions that cuDNN refuses.
+/// A product goes to Kiln's own kernel if that is faster than cuBLASLt by more than a little, and a
+/// convolution of windows likewise, if it is faster than cuDNN or there is none. A convolution that is a
+/// product of matrices goes to the faster of cuDNN and that; Kiln's own tiles are only for convolutions that
+/// cuDNN refuses.
 pub(super) fn takes(gpu: &Gpu, functions: &[Function], either: &CallKind) -> Result<bool> {
     let CallKind::Either { library, own, trial } = either else {
         return Ok(true);

@@ -34,8 +34,8 @@ impl Windows<'_> {
         format!("{kind}_{depth}_{out}_{}", list(self.window).replace(',', "x"))
     }
 
-    /// Lines that make `%y`, its shape, and the axes of its pixels. Images are made by convolutions: a step's own
-    /// would not lie channels-last.
+    /// Lines that make `%y`, its shape, and the axes of its pixels. Images are made by convolutions: a step's
+    /// own would not lie channels-last.
     fn lines(&self, dtype: &str) -> (String, String, String) {
         let Self {
             images,
@@ -129,22 +129,30 @@ impl Windows<'_> {
         }
     }
 
+    /// Lines that read `value` by another convolution, whose weight is the argument of this number, as
+    /// `%out`.
+    fn read_by_another(&self, dtype: &str, value: &str, number: usize) -> String {
+        let (_, shape, _) = self.lines(dtype);
+        let pixels = shape.splitn(3, ',').nth(2).unwrap();
+        let (one, ones) = (attributes(self.input.len()), list(&vec![1; self.input.len()]));
+        format!(
+            "  %v = parameter {number} : {dtype}[4,{},{ones}]
+  %out = conv {value}, %v {one} : {dtype}[{},4,{pixels}]",
+            self.channels[1], self.images,
+        )
+    }
+
     /// Nothing but another convolution, which reads the result.
     fn alone(&self, dtype: &str) -> Summed {
-        let (lines, shape, _) = self.lines(dtype);
-        let [_, out] = self.channels;
-        let pixels = shape.splitn(3, ',').nth(2).unwrap();
+        let (lines, ..) = self.lines(dtype);
         let text = format!(
             "graph @alone_{} {{
 {lines}
-  %v = parameter 3 : {dtype}[4,{out},{}]
-  %out = conv %y, %v {} : {dtype}[{},4,{pixels}]
+{}
   return %out
 }}",
             self.name(),
-            list(&vec![1; self.input.len()]),
-            attributes(self.input.len()),
-            self.images,
+            self.read_by_another(dtype, "%y", 3),
         );
         Summed {
             graph: parse(&text),
@@ -156,12 +164,10 @@ impl Windows<'_> {
     fn activation(&self, dtype: &str) -> Summed {
         let (lines, shape, _) = self.lines(dtype);
         let [_, out] = self.channels;
-        let pixels = shape.splitn(3, ',').nth(2).unwrap();
         let text = format!(
             "graph @activation_{} {{
 {lines}
   %b = parameter 3 : f32[{out}]
-  %v = parameter 4 : {dtype}[4,{out},{}]
   %f = cast %y : f32[{shape}]
   %bs = broadcast %b {{dims=[1]}} : f32[{shape}]
   %before = add %f, %bs : f32[{shape}]
@@ -169,13 +175,11 @@ impl Windows<'_> {
   %zeros = broadcast %zero {{dims=[]}} : f32[{shape}]
   %h = max %before, %zeros : f32[{shape}]
   %kept = cast %h : {dtype}[{shape}]
-  %out = conv %kept, %v {} : {dtype}[{},4,{pixels}]
+{}
   return %out
 }}",
             self.name(),
-            list(&vec![1; self.input.len()]),
-            attributes(self.input.len()),
-            self.images,
+            self.read_by_another(dtype, "%kept", 4),
         );
         Summed {
             graph: parse(&text),

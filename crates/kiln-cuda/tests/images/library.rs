@@ -206,8 +206,8 @@ fn differences(gpu: &Gpu, convolver: &Convolver, convolution: &Convolution) -> V
     results.iter().map(difference).collect()
 }
 
-/// Whichever of the library's plans is the fastest on a day, it computes what the others do: plans that do not are
-/// left out.
+/// Whichever of the library's plans is the fastest on a day, it computes what the others do: plans that do
+/// not are left out.
 #[test]
 fn plans_of_the_library_agree_on_a_gpu() {
     let Some(gpu) = gpu_with_cudnn() else { return };

@@ -50,8 +50,8 @@ macro_rules! each_rank {
 }
 
 impl<B: TrainBackend> Shadow<B> {
-    /// These parameters of `model`: with its types and shapes, and no elements, so that those of the model can
-    /// end. With `widened` those of 16 bits are `f32`.
+    /// These parameters of `model`: with its types and shapes, and no elements, so that those of the model
+    /// can end. With `widened` those of 16 bits are `f32`.
     pub(super) fn of<M: AutodiffModule<B>>(model: &M, parameters: &[ParamId], widened: bool) -> Self {
         let mut visitor = Collector {
             wanted: parameters.iter().copied().collect(),
@@ -168,9 +168,9 @@ where
 }
 
 /// Whether the numbers of the optimizer's host code are known to depend on learning rate, settings and the
-/// state's own numbers alone, and not on a parameter's shape: so it is for these of burn-optim, by their source.
-/// (It is for AdaGrad, too. But by default AdaGrad's numbers are the same at each call, so they do not tell
-/// parameters apart that were trained from different calls on, and AdaGrad counts the calls.)
+/// state's own numbers alone, and not on a parameter's shape: so it is for these of burn-optim, by their
+/// source. (It is for AdaGrad, too. But by default AdaGrad's numbers are the same at each call, so they do
+/// not tell parameters apart that were trained from different calls on, and AdaGrad counts the calls.)
 pub(super) fn is_blind_to_shapes<O>() -> bool {
     [
         TypeId::of::<Adam>(),

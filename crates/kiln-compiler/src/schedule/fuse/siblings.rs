@@ -43,9 +43,10 @@ impl Fuser<'_> {
         }
     }
 
-    /// Whether what waits for one of two nests would wait for an optimizer's update, too. Small updates are one
-    /// kernel anyway ([`join_updates`](crate::schedule::together::join_updates)): behind the sums that a batch
-    /// norm's gradient needs, 256 threads take 7.2 us with the update of the scale and 3.3 without (H200).
+    /// Whether what waits for one of two nests would wait for an optimizer's update, too. Small updates are
+    /// one kernel anyway ([`join_updates`](crate::schedule::together::join_updates)): behind the sums that a
+    /// batch norm's gradient needs, 256 threads take 7.2 us with the update of the scale and 3.3 without
+    /// (H200).
     fn holds_up(&self, value: Value, a: usize, b: usize) -> bool {
         let is_update = |group: usize| self.nest(group).is_some_and(|nest| self.updates(nest));
         self.graph.ty(value).bytes() <= self.policy.kept_buffer && is_update(a) != is_update(b)

@@ -5,9 +5,9 @@
 //! gradient of its input     [pixels, in]  = [pixels, (taps, out)] · [(taps, out), in]
 //! ```
 //!
-//! Hopper's copy engine takes the pixels under one tap of many windows out of an image whose channels are last,
-//! so that its template for products ([`crate::emit::product::warpgroups`]) computes such convolutions, with
-//! what follows them. The gradient's taps are in the opposite order.
+//! Hopper's copy engine takes the pixels under one tap of many windows out of an image whose channels are
+//! last, so that its template for products ([`crate::emit::product::warpgroups`]) computes such convolutions,
+//! with what follows them. The gradient's taps are in the opposite order.
 
 use std::fmt::Write as _;
 
@@ -28,8 +28,8 @@ const CHANNELS: usize = 64;
 /// Elements of 16 bits that distances in memory are multiples of: the engine takes multiples of 16 bytes.
 const UNIT: i64 = 8;
 
-/// What the engine takes at most: the first window's place and the last one's, from their ends of a dimension,
-/// the distance of taps, and that of windows.
+/// What the engine takes at most: the first window's place and the last one's, from their ends of a
+/// dimension, the distance of taps, and that of windows.
 const CORNERS: std::ops::RangeInclusive<i64> = -128..=127;
 const OFFSET: usize = 255;
 const STRIDE: usize = 8;
@@ -115,63 +115,100 @@ fn plane<T: Copy>([_, down, right]: [T; 3]) -> [T; 2] {
     [down, right]
 }
 
+/// The windows that a convolution reads of an image.
+struct Geometry {
+    image: Windows,
+    window: [usize; 2],
+    dilation: [usize; 2],
+    result: [usize; 2],
+}
+
+impl Geometry {
+    /// None if the engine does not take them.
+    fn new(task: &Correlation<'_>) -> Option<Self> {
+        let Correlation {
+            convolution,
+            image,
+            result,
+            gradient,
+            ..
+        } = *task;
+        let single = convolution.window[0] == 1
+            && convolution.low[0] == 0
+            && convolution.stride[0] == 1
+            && [image, result].iter().all(|image| image.extents[0] == 1);
+        let [stride, window, dilation, low] = [
+            convolution.stride,
+            convolution.window,
+            convolution.dilation,
+            convolution.low,
+        ]
+        .map(plane);
+        let (extents, windows) = (plane(image.extents), plane(result.extents));
+        // A gradient of a convolution with strides has another window for each phase of them.
+        if !single || convolution.dims.groups != 1 || gradient && stride != [1; 2] {
+            return None;
+        }
+        let mut corners = [[0_i32; 2]; 2];
+        for axis in 0..2 {
+            let reach = (window[axis] - 1).checked_mul(dilation[axis]);
+            let reach = i64::try_from(reach.filter(|&reach| reach <= OFFSET)?).ok()?;
+            let low = i64::try_from(low[axis]).ok()?;
+            let first = if gradient { low - reach } else { -low };
+            let across = i64::try_from((windows[axis] - 1).checked_mul(stride[axis])?).ok()?;
+            let last = first + across - (i64::try_from(extents[axis]).ok()? - 1);
+            for (corner, at) in corners.iter_mut().zip([first, last]) {
+                corner[axis] = i32::try_from(at).ok().filter(|_| CORNERS.contains(&at))?;
+            }
+        }
+        let number = Number::of(convolution.dtype)?;
+        let [down, right] = plane(image.places);
+        let places = [apart(down)?, apart(right)?];
+        let fits = number.bytes() == 2
+            && task.depth.is_multiple_of(CHANNELS)
+            && stride.iter().all(|&stride| stride <= STRIDE)
+            && image.channel == 1
+            && right > 0;
+        fits.then_some(Self {
+            image: Windows {
+                number,
+                images: image.images as u64,
+                channels: image.channels as u64,
+                extents: extents.map(|extent| extent as u64),
+                image: apart(image.image)?,
+                places,
+                low: corners[0],
+                high: corners[1],
+                stride: stride.map(|stride| stride as u32),
+                wide: CHANNELS as u32,
+                tall: 0,
+            },
+            window,
+            dilation,
+            result: windows,
+        })
+    }
+}
+
+/// A distance in memory that the engine takes.
+fn apart(distance: i64) -> Option<u64> {
+    u64::try_from(distance).ok().filter(|_| distance % UNIT == 0)
+}
+
 /// `task` as such a product; none if it is none.
 pub(super) fn product_of(task: &Correlation<'_>, weight: &Image) -> Option<InWindows> {
     let convolution = task.convolution;
     let (image, result) = (task.image, task.result);
-    let single = convolution.window[0] == 1
-        && convolution.low[0] == 0
-        && convolution.stride[0] == 1
-        && [image, result].iter().all(|image| image.extents[0] == 1);
-    let [stride, window, dilation, low] = [
-        convolution.stride,
-        convolution.window,
-        convolution.dilation,
-        convolution.low,
-    ]
-    .map(plane);
-    let extents = plane(image.extents);
-    let windows = plane(result.extents);
-    // A gradient of a convolution with strides has another window for each phase of them.
-    if !single || convolution.dims.groups != 1 || task.gradient && stride != [1; 2] {
-        return None;
-    }
-    let dtypes = [convolution.dtype, convolution.result_dtype];
-    let [number, result_number] = [Number::of(dtypes[0])?, Number::of(dtypes[1])?];
-    if number.bytes() != 2 || !task.depth.is_multiple_of(CHANNELS) {
-        return None;
-    }
-
-    let reach = |axis: usize| (window[axis] - 1).checked_mul(dilation[axis]);
-    let mut corners = [[0_i32; 2]; 2];
-    for axis in 0..2 {
-        let reach = i64::try_from(reach(axis).filter(|&reach| reach <= OFFSET)?).ok()?;
-        let low = i64::try_from(low[axis]).ok()?;
-        let first = match task.gradient {
-            false => -low,
-            true => low - reach,
-        };
-        let across = i64::try_from((windows[axis] - 1).checked_mul(stride[axis])?).ok()?;
-        let last = first + across - (i64::try_from(extents[axis]).ok()? - 1);
-        for (corner, at) in corners.iter_mut().zip([first, last]) {
-            corner[axis] = i32::try_from(at).ok().filter(|_| CORNERS.contains(&at))?;
-        }
-    }
-    if stride.iter().any(|&stride| stride > STRIDE) {
-        return None;
-    }
-
-    let apart = |distance: i64| u64::try_from(distance).ok().filter(|_| distance % UNIT == 0);
-    let places = plane(image.places);
-    let [down, right] = [apart(places[0])?, apart(places[1])?];
+    let geometry = Geometry::new(task)?;
+    let (number, result_number) = (geometry.image.number, Number::of(convolution.result_dtype)?);
     let leading = u64::try_from(result.pixel()?).ok()?;
-    if image.channel != 1 || result.channel != 1 || right == 0 {
+    if result.channel != 1 {
         return None;
     }
 
     // The template reads a weight that lies [out, taps, in], densely but for its rows.
     let taps = convolution.taps();
-    let [down_taps, right_taps] = window.map(|taps| taps as i64);
+    let [down_taps, right_taps] = geometry.window.map(|taps| taps as i64);
     let channels = weight.channels as i64;
     let copied = Image {
         offset: 0,
@@ -198,7 +235,7 @@ pub(super) fn product_of(task: &Correlation<'_>, weight: &Image) -> Option<InWin
         left: MatrixIn {
             number,
             transposed: false,
-            leading: right,
+            leading: geometry.image.places[1],
             batch_stride: 0,
         },
         right: MatrixIn {
@@ -225,22 +262,10 @@ pub(super) fn product_of(task: &Correlation<'_>, weight: &Image) -> Option<InWin
             result: (Buffer::Value(result.base), 0),
             workspace: 0,
         },
-        image: Windows {
-            number,
-            images: image.images as u64,
-            channels: image.channels as u64,
-            extents: extents.map(|extent| extent as u64),
-            image: apart(image.image)?,
-            places: [down, right],
-            low: corners[0],
-            high: corners[1],
-            stride: stride.map(|stride| stride as u32),
-            wide: CHANNELS as u32,
-            tall: 0,
-        },
-        window,
-        dilation,
-        result: windows,
+        image: geometry.image,
+        window: geometry.window,
+        dilation: geometry.dilation,
+        result: geometry.result,
         channels: task.depth,
         mirrored: task.gradient,
         copy: (!lies).then(|| WeightCopy {

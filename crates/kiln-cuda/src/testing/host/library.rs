@@ -45,9 +45,9 @@ const FLAGS: [&str; 14] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
-/// The host's versions of the instructions of tensor cores. Most kernels take longer to compile than to run, but
-/// where one of these is called it takes nearly all of the time: with `-O2` a third to a half less, and the
-/// compiler takes 1.2 to 1.9 times as long.
+/// The host's versions of the instructions of tensor cores. Most kernels take longer to compile than to run,
+/// but where one of these is called it takes nearly all of the time: with `-O2` a third to a half less, and
+/// the compiler takes 1.2 to 1.9 times as long.
 const EMULATED: [&str; 2] = ["multiply_fragments(", "kiln_fragment_product"];
 
 /// How hard the compiler tries for `text`.
