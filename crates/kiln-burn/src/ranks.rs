@@ -261,15 +261,28 @@ pub(crate) fn shared_rates(own: Machine) -> Result<Machine, ExecuteError> {
         return Ok(*rates);
     }
     let mut rates = own;
+    // All of them: a new one is an error here.
+    let Machine {
+        bytes_per_second,
+        flops_per_second,
+        bf16_flops_per_second,
+        f16_flops_per_second,
+        simple_per_second,
+        special_per_second,
+        random_per_second,
+        hidden,
+        launch_seconds,
+    } = &mut rates;
     for rate in [
-        &mut rates.bytes_per_second,
-        &mut rates.flops_per_second,
-        &mut rates.bf16_flops_per_second,
-        &mut rates.f16_flops_per_second,
-        &mut rates.simple_per_second,
-        &mut rates.special_per_second,
-        &mut rates.random_per_second,
-        &mut rates.hidden,
+        bytes_per_second,
+        flops_per_second,
+        bf16_flops_per_second,
+        f16_flops_per_second,
+        simple_per_second,
+        special_per_second,
+        random_per_second,
+        hidden,
+        launch_seconds,
     ] {
         let mut bytes = rate.to_ne_bytes();
         world.broadcast_patiently(0, &mut bytes)?;

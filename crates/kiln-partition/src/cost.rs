@@ -5,7 +5,7 @@
 //! operation counts from shapes. Costs are whole picoseconds, so that sums do not depend on their order and
 //! equal costs are exactly equal.
 
-use kiln_graph::op::UnaryOp;
+use kiln_graph::op::{BinaryOp, UnaryOp};
 use kiln_graph::{DType, Graph, NodeData, Op, Value};
 
 use crate::recompute::Recompute;
@@ -35,7 +35,14 @@ pub struct Machine {
     /// memory meanwhile; from 0 to 1. Transcendental functions and random numbers are not hidden: a kernel
     /// that computes one waits for it, not for memory.
     pub hidden: f64,
+    /// Seconds of a kernel that has next to nothing to do. The backward pass runs one for a small value that
+    /// it computes again: such are statistics of channels, which every pixel of a picture reads.
+    pub launch_seconds: f64,
 }
+
+/// A value is small if moving it takes less than this part of a launch: results of elementwise kernels, which
+/// their readers compute again without another kernel, are not.
+const SMALL: u64 = 32;
 
 impl Default for Machine {
     /// Two threads of the reference machine, an x86-64 server core with AVX-512 and AMX. Measured: a sum of
@@ -56,6 +63,8 @@ impl Default for Machine {
             special_per_second: 6e9,
             random_per_second: 3.5e9,
             hidden: 0.8,
+            // Threads that wait for work anyway take up the next loop.
+            launch_seconds: 0.0,
         }
     }
 }
@@ -76,6 +85,28 @@ impl Machine {
         picoseconds(bytes as f64, self.bytes_per_second)
     }
 
+    /// Time of the kernel that makes the results of `node`, of so many bytes, if they are small; for others 0, in
+    /// picoseconds. What is as cheap as a load is computed for each element of a reader.
+    pub(crate) fn launch(&self, node: &NodeData, bytes: u64) -> u64 {
+        let launch = (self.launch_seconds * 1e12).round() as u64;
+        let is_work = match &node.op {
+            Op::Unary(op) => is_special(*op),
+            Op::Binary(op) => {
+                matches!(
+                    op,
+                    BinaryOp::Div | BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem
+                )
+            }
+            Op::Reduce { .. } => true,
+            _ => false,
+        };
+        if is_work && self.moved(bytes) < launch / SMALL {
+            launch
+        } else {
+            0
+        }
+    }
+
     /// Time of the arithmetic of `node` alone, in picoseconds: its operands and results are in registers or
     /// caches.
     pub fn arithmetic(&self, graph: &Graph, node: &NodeData) -> u64 {
@@ -90,7 +121,7 @@ impl Machine {
             Op::Unary(op) if is_special(*op) => special(out),
             Op::Unary(_) | Op::Compare(_) | Op::Select | Op::Cast(_) => simple(out),
             Op::Binary(op) => {
-                use kiln_graph::op::BinaryOp::*;
+                use BinaryOp::*;
                 match op {
                     Pow | Atan2 => special(2.0 * out),
                     Rem => special(out),
@@ -170,7 +201,6 @@ pub(crate) fn bytes(graph: &Graph, value: Value) -> u64 {
 
 /// Whether arithmetic outweighs the traffic of a kernel that reads an operand and computes this.
 fn is_slow(op: &Op) -> bool {
-    use kiln_graph::op::BinaryOp;
     match op {
         Op::Unary(op) => is_special(*op),
         Op::Binary(op) => matches!(op, BinaryOp::Pow | BinaryOp::Atan2 | BinaryOp::Rem),

@@ -310,18 +310,22 @@ impl<'a> Joint<'a> {
     pub(crate) fn recompute(&self, node: Node) -> u64 {
         let data = self.graph.node(node);
         let class = Recompute::of(&data.op);
+        // Beside a forward kernel a small value costs nothing more. What is made of scalars is in no kernel's way.
+        let launch = match class {
+            Recompute::Fused if !self.generated[node] => self.machine().launch(data, self.made_bytes(data)),
+            _ => 0,
+        };
         if self.side[node] != Side::Forward {
             // Kept or not, an operand that a kernel reads from memory is written and read. (`keep` counts
             // that for kept ones.)
-            let stored =
-                class == Recompute::Fused && self.side[node] == Side::Primal && self.is_read_whole(data);
-            return if stored {
-                self.machine().moved(2 * self.made_bytes(data))
-            } else {
-                0
+            let stored = class == Recompute::Fused && self.is_read_whole(data);
+            return match self.side[node] {
+                Side::Primal if stored => launch + self.machine().moved(2 * self.made_bytes(data)),
+                Side::Primal => launch,
+                _ => 0,
             };
         }
-        let mut cost = self.machine().again(self.graph, data);
+        let mut cost = launch + self.machine().again(self.graph, data);
         let fused = matches!(class, Recompute::Free | Recompute::Fused);
         let out = self.made_bytes(data);
         if class == Recompute::Fused && !matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. }) {

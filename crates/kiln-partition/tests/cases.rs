@@ -3,7 +3,8 @@
 //! A case is a graph with phases, and in its comments the expected choice: `keeps:` lists the kept values as
 //! type and operation, `recomputes:` the operations that run again, one word each time.
 //! `below the peak recomputes:` lists operations that must be among those that run again under a budget one
-//! byte below the peak of the unlimited choice. Adding a case takes no code.
+//! byte below the peak of the unlimited choice. `launch seconds:` gives the machine launches that take so long.
+//! Adding a case takes no code.
 //!
 //! The choices are those of a machine with slow memory: there a function of an f32 takes less time than to
 //! write and read it.
@@ -62,10 +63,12 @@ fn every_case_is_chosen_as_it_says() {
             .into_owned();
         let text = std::fs::read_to_string(&file).expect("a readable case");
         let graph = Graph::parse(&text).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let launch = expected(&text, "launch seconds", ';').unwrap_or_default();
         let options = Options {
             machine: Machine {
                 bytes_per_second: 28e9,
                 special_per_second: 9e9,
+                launch_seconds: launch.first().map_or(0.0, |it| it.parse().expect("seconds")),
                 ..Machine::default()
             },
             ..Options::default()
