@@ -434,6 +434,47 @@ fn statistics_follow_the_product_that_makes_the_image() {
     assert_eq!(together(&heavy, SUMMED), 0);
 }
 
+/// Of a value over channels, two functions that others wait for are one kernel with it, where buffers of that
+/// size are kept apart.
+#[test]
+fn functions_of_channels_are_one_kernel() {
+    let text = "graph @channels {
+      %x = parameter 0 : f32[40,16]
+      %y = parameter 1 : f32[40,16]
+      %m = parameter 2 : f32[16]
+      %square = mul %x, %x : f32[40,16]
+      %s = reduce sum %square {axes=[0]} : f32[16]
+      %a = add %s, %m : f32[16]
+      %d = tanh %a : f32[16]
+      %ds = broadcast %d {dims=[1]} : f32[40,16]
+      %root = sqrt %a : f32[16]
+      %e = recip %root : f32[16]
+      %es = broadcast %e {dims=[1]} : f32[40,16]
+      %left = mul %x, %ds : f32[40,16]
+      %total = reduce max %left {axes=[0]} : f32[16]
+      %ts = broadcast %total {dims=[1]} : f32[40,16]
+      %right = mul %y, %es : f32[40,16]
+      %out = add %right, %ts : f32[40,16]
+      return %out
+    }";
+    let graph = Graph::parse(text).unwrap();
+    // Nests that read the same stay apart, so that what is found is what follows.
+    let policy = |kept_buffer: usize| Policy {
+        kept_buffer,
+        sibling_elements: 1 << 20,
+        ..POLICY
+    };
+    let ways = [0, 64].map(|kept_buffer| (policy(kept_buffer), Options::default()));
+    check_with(&graph, &ways, &[1e-4], "channels");
+    let kernels = |kept_buffer: usize| {
+        let step = compiled(&graph, policy(kept_buffer), &Options::default());
+        step.schedule.kernels.len()
+    };
+    assert_eq!(kernels(64) + 1, kernels(0));
+    // Larger buffers share their memory, and their kernels their places.
+    assert_eq!(kernels(32), kernels(0));
+}
+
 /// The kernels of a graph with [`PIECEWISE`], by their operations, and its products after the passes.
 fn piecewise(text: &str) -> (usize, usize) {
     let graph = Graph::parse(text).unwrap();

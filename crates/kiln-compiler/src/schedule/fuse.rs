@@ -88,6 +88,7 @@ pub fn schedule(graph: &Graph, options: &Options, policy: &Policy) -> Schedule {
     }
     if fuse {
         fuser.merge_siblings();
+        fuser.merge_followers();
     }
     let layouts = Arc::clone(&fuser.layouts);
     let mut kernels = fuser.finish();

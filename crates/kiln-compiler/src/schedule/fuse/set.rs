@@ -27,6 +27,10 @@ impl GroupSet {
         was
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.0.iter().all(|&word| word == 0)
+    }
+
     /// Adds the groups of `other`.
     pub(super) fn extend(&mut self, other: &Self) {
         if self.0.len() < other.0.len() {
@@ -57,6 +61,7 @@ mod tests {
         assert!(GroupSet::default().is_subset(&few) && !few.contains(200));
         few.extend(&many);
         assert!(few.contains(200) && many.is_subset(&few));
+        assert!(!few.is_empty() && GroupSet::default().is_empty());
         assert!(few.remove(3) && !few.remove(3) && !few.remove(1000));
         assert!(few.is_subset(&many) && !few.contains(3));
     }

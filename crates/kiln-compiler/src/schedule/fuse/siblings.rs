@@ -43,6 +43,49 @@ impl Fuser<'_> {
         }
     }
 
+    /// Joins a nest over few elements, such as the channels of a picture, with one that reads point by point
+    /// what it makes: the second is not worth a kernel of its own that somebody waits for.
+    pub(super) fn merge_followers(&mut self) {
+        let pair = |fuser: &Self, a: usize| {
+            let made = fuser.nest(a)?.stores.iter().map(|store| store.value);
+            let mut small = made.filter(|&value| fuser.graph.ty(value).bytes() <= fuser.policy.kept_buffer);
+            small.find_map(|value| {
+                let mut readers = fuser.readers.get(&value)?.iter().copied();
+                readers.find(|&b| {
+                    let awaited = !fuser.groups[b].after.is_empty();
+                    let apart = fuser.holds_up(value, a, b) || !fuser.is_ready(a, b);
+                    b != a && awaited && !apart && fuser.follows(a, b)
+                })
+            })
+        };
+        for a in 0..self.groups.len() {
+            while let Some(b) = pair(self, a) {
+                self.merge(a, b);
+            }
+        }
+    }
+
+    /// Whether nest `b` can run where nest `a` does, which it reads: its other operands are there by then. And
+    /// whether both take over arguments, or none does: what reads an argument comes before that.
+    fn is_ready(&self, a: usize, b: usize) -> bool {
+        let before = |value: &Value| {
+            let buffer = Buffer::Value(*value);
+            let maker = self
+                .groups
+                .iter()
+                .position(|group| group.writes.contains(&buffer));
+            maker.is_none_or(|maker| maker == a || self.groups[maker].after.contains(a))
+        };
+        let takes_over = |group: usize| {
+            let stores = self.nest(group).into_iter().flat_map(|nest| &nest.stores);
+            let values: Vec<Value> = stores.map(|store| store.value).collect();
+            let mut outputs = self.graph.outputs.iter().filter(|output| output.alias.is_some());
+            outputs.any(|output| values.contains(&output.value))
+        };
+        let is_there = |value: &Value| self.groups[a].reads.contains(value) || before(value);
+        self.groups[b].reads.iter().all(is_there) && takes_over(a) == takes_over(b)
+    }
+
     /// Whether what waits for one of two nests would wait for an optimizer's update, too. Small updates are
     /// one kernel anyway ([`join_updates`](crate::schedule::together::join_updates)): behind the sums that a
     /// batch norm's gradient needs, 256 threads take 7.2 us with the update of the scale and 3.3 without
