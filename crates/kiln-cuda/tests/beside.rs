@@ -7,7 +7,6 @@ use std::fmt::Write as _;
 
 use kiln_compiler::{Options, compile};
 use kiln_cuda::CudaTarget;
-use kiln_cuda::build::{Compiler, Store};
 use kiln_cuda::code::{CallKind, StepCode};
 use kiln_cuda::testing::host::{Differential, HostError, HostStep, Outcome};
 use kiln_graph::testing::random_arguments;
@@ -40,18 +39,6 @@ fn statistics(layers: usize) -> Graph {
     Graph::parse(&text).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
-/// Compiles a step for the oldest and the newest generation, if NVRTC is here.
-fn machine_code(code: &StepCode) {
-    let Some(nvrtc) = common::nvrtc() else { return };
-    for capability in [(8, 0), (9, 0)] {
-        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
-        let (sources, _) = code.sources();
-        compiler
-            .compile(&sources)
-            .unwrap_or_else(|error| panic!("{error}"));
-    }
-}
-
 /// Launches of kernels, and how many of them are of several.
 fn launches(code: &StepCode) -> (usize, usize) {
     let functions = code.calls.iter().filter_map(|call| match &call.kind {
@@ -74,7 +61,7 @@ fn statistics_of_all_layers_are_few_launches() {
         "{all} launches of {} kernels",
         step.kernels.len()
     );
-    machine_code(&step.code);
+    common::machine_code(&step.code);
     for seed in 0..3 {
         let (tensors, scalars) = random_arguments(&graph, seed);
         let comparison = Differential::new(&graph).arguments(tensors, scalars);
@@ -145,7 +132,7 @@ fn kernels_of_one_block_take_turns_and_those_that_overwrite_look_at_the_mark() {
         .iter()
         .filter(|function| function.name.starts_with("beside"));
     assert!(together.count() > 0, "nothing is side by side");
-    machine_code(&step.code);
+    common::machine_code(&step.code);
     let (mut tensors, scalars) = random_arguments(&graph, 5);
     tensors[1] = HostTensor::from_ints(DType::I32, [5], [0, 29, 3, 3, 7]);
     let comparison = Differential::new(&graph).arguments(tensors.clone(), scalars.clone());

@@ -69,11 +69,13 @@ pub(super) struct Entry<'a> {
     pub barrier: bool,
     /// Whether it is a collective of all ranks, or the wait for one.
     pub across: bool,
+    /// Whether another kernel runs it behind itself ([`super::after`]).
+    pub taken: bool,
 }
 
 impl Entry<'_> {
     /// Whether the order of the two counts.
-    fn depends(&self, other: &Self) -> bool {
+    pub(super) fn depends(&self, other: &Self) -> bool {
         let meet = |some: &[Range], others: &[Range]| {
             some.iter()
                 .any(|one| others.iter().any(|other| one.overlaps(other)))
@@ -157,7 +159,8 @@ pub(super) type Group = Vec<Vec<usize>>;
 pub(super) fn groups(entries: &[Entry<'_>]) -> Vec<Group> {
     let mut groups: Vec<Group> = Vec::new();
     let mut waiting: Vec<Bundle<'_>> = Vec::new();
-    for (number, entry) in entries.iter().enumerate() {
+    let own = entries.iter().enumerate().filter(|(_, entry)| !entry.taken);
+    for (number, entry) in own {
         let threads = entry.small.map(|small| small.text.threads);
         let mut added = false;
         // Bundles are independent of each other: they are launched in any order.
@@ -367,6 +370,7 @@ mod tests {
             }),
             barrier: false,
             across: false,
+            taken: false,
         }
     }
 

@@ -12,6 +12,7 @@ use kiln_compiler::schedule::access::{Strided, window};
 use kiln_compiler::schedule::layout::{join, strides};
 use kiln_graph::{DType, Graph, Value};
 
+use super::after::Role;
 use super::expressions::memory_type;
 use super::{Argument, EmitOptions, Launch};
 use crate::code::FunctionText;
@@ -353,6 +354,7 @@ impl Template {
                 1,
             ],
             shared_bytes: 0,
+            role: Role::Alone,
             arguments,
         })
     }

@@ -14,9 +14,11 @@
 //! | collectives of all ranks | `across`: NCCL |
 //! | everything else of the library: scatter, sort, cumulative sums, .. | [`library`] |
 //!
-//! Small kernels that do not depend on each other are one launch (`beside`).
+//! Small kernels that do not depend on each other are one launch (`beside`), and so is a kernel over channels
+//! with the sums that it is a function of ([`after`]).
 
 mod across;
+pub mod after;
 pub mod attention;
 mod beside;
 pub mod convolution;
@@ -36,6 +38,7 @@ use kiln_compiler::schedule::layout::Layouts;
 use kiln_compiler::schedule::{Buffer, Kernel, KernelKind};
 use kiln_graph::{Graph, Node, Op};
 
+use self::after::Role;
 use self::product::padded::Padding;
 use self::product::warpgroups::Warpgroups;
 use crate::code::{Across, Copied, FunctionText, Trial};
@@ -78,6 +81,8 @@ pub struct Launch {
     pub shared_bytes: u32,
     /// An argument for each parameter.
     pub arguments: Vec<Argument>,
+    /// What it may do together with another one.
+    pub role: Role,
 }
 
 /// A product of matrices in the library.

@@ -7,6 +7,7 @@ use kiln_compiler::{Emitted, Step};
 use kiln_graph::{Graph, Node, Op};
 use rustc_hash::{FxHashMap, FxHashSet};
 
+use super::after::{self, Candidate, Role};
 use super::beside::{self, Entry, Placed, Range, Small, Space};
 use super::stages::Stages;
 use super::{Argument, Call, KernelCode, Launch, ProductCall};
@@ -33,10 +34,15 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
         stages: Stages::default(),
         externs: 0,
         names: vec![None; schedule.kernels.len()],
+        behind: Vec::new(),
     };
-    let entries: Vec<Entry<'_>> = (0..schedule.kernels.len())
+    let numbers = 0..schedule.kernels.len();
+    let mut entries: Vec<Entry<'_>> = numbers
+        .clone()
         .map(|number| writer.entry(number, guards.contains(&number), processors))
         .collect();
+    let candidates: Vec<_> = numbers.map(|number| writer.candidate(number)).collect();
+    writer.behind = after::partners(&mut entries, &candidates);
     let mut emitted = 0;
     for group in beside::groups(&entries) {
         writer
@@ -46,7 +52,9 @@ pub fn emit(step: &Step<'_, KernelCode>, processors: u32) -> Emitted<StepCode> {
             [lane] if lane.len() == 1 => writer.alone(lane[0]),
             lanes => writer.beside(lanes),
         }
+        let behind = |&&number: &&usize| writer.behind[number].is_some();
         emitted += group.iter().map(Vec::len).sum::<usize>();
+        emitted += group.iter().flatten().filter(behind).count();
         // Nothing waits behind a kernel that decides a check: all up to it are emitted by now.
         for (check, looked) in step.checks.iter().enumerate() {
             if guards[check] + 1 == emitted {
@@ -127,6 +135,8 @@ struct Writer<'a> {
     externs: u32,
     /// The first function of each kernel.
     names: Vec<Option<String>>,
+    /// The kernels that others run behind themselves.
+    behind: Vec<Option<usize>>,
 }
 
 impl<'a> Writer<'a> {
@@ -183,7 +193,30 @@ impl<'a> Writer<'a> {
             small,
             barrier: decides || outside,
             across: code.calls.iter().any(is_across),
+            taken: false,
         }
+    }
+
+    /// What kernel `number` may be to the one behind it, or before it; none if its last call is no launch.
+    fn candidate(&self, number: usize) -> Option<Candidate<'a>> {
+        let (code, start) = (&self.codes[number], self.plan.scratch[number]);
+        let (Call::Launch(last), before) = code.calls.split_last()? else {
+            return None;
+        };
+        let written = last.arguments.iter().filter_map(|argument| match argument {
+            Argument::Buffer(buffer) if matches!(last.role, Role::Sums(_)) => self.range(*buffer),
+            _ => None,
+        });
+        Some(Candidate {
+            last,
+            has_more: !before.is_empty(),
+            results: written.collect(),
+            scratch: Range {
+                space: Space::Arena,
+                start,
+                end: start + code.scratch,
+            },
+        })
     }
 
     /// The bytes of a buffer; none if it has none.
@@ -205,7 +238,14 @@ impl<'a> Writer<'a> {
         let (kernel, codes) = (&self.kernels[number], self.codes);
         let kind = kernel.kind_name(self.graph);
         let (mut externs, mut name) = (self.externs.., None);
-        for call in &codes[number].calls {
+        let (calls, behind) = match self.behind[number] {
+            None => (&codes[number].calls[..], None),
+            Some(behind) => {
+                let (last, before) = last_launch(&codes[number]);
+                (before, Some((last, behind)))
+            }
+        };
+        for call in calls {
             let mut frame = Frame {
                 kind,
                 overwrites: self.guarded(kernel),
@@ -222,6 +262,15 @@ impl<'a> Writer<'a> {
             self.call(number, kind);
         }
         self.externs = externs.start;
+        if let Some((sums, behind)) = behind {
+            let launch = after::together(sums, last_launch(&codes[behind]).0);
+            let guarded = self.guarded(kernel) || self.guarded(&self.kernels[behind]);
+            let function = self.functions.number(kind, &launch.text, guarded);
+            let own = &self.functions.list[function].name;
+            name.get_or_insert_with(|| own.clone());
+            self.names[behind] = Some(own.clone());
+            self.call(number, self.launch(function, &launch, self.plan.scratch[number]));
+        }
         self.names[number] = name;
     }
 
@@ -416,6 +465,14 @@ impl<'a> Writer<'a> {
             argument => Pointer::To(one(argument)),
         });
         arguments.collect()
+    }
+}
+
+/// The launch at the end of a kernel that is another one's partner, and the calls in front of it.
+fn last_launch(code: &KernelCode) -> (&Launch, &[Call]) {
+    match code.calls.split_last() {
+        Some((Call::Launch(launch), before)) => (launch, before),
+        _ => unreachable!("partners end in a launch"),
     }
 }
 

@@ -13,6 +13,7 @@
 
 use std::fmt::Write as _;
 
+use super::after::Role;
 use super::{Argument, Launch};
 use crate::code::FunctionText;
 
@@ -109,6 +110,7 @@ impl Text {
             },
             grid: [blocks, 1, 1],
             shared_bytes: 0,
+            role: Role::Alone,
             arguments: self.arguments,
         }
     }

@@ -6,6 +6,7 @@ use std::path::Path;
 
 use kiln_cuda::Search;
 use kiln_cuda::build::{Compiler, Source, Store};
+use kiln_cuda::code::StepCode;
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::Multiplier;
 use kiln_cuda::runtime::{Device, Kernel, Module, Stream};
@@ -96,4 +97,16 @@ pub fn bytes(numbers: &[f32]) -> Vec<u8> {
 pub fn numbers(bytes: &[u8]) -> Vec<f32> {
     let (words, _) = bytes.as_chunks::<4>();
     words.iter().map(|&word| f32::from_ne_bytes(word)).collect()
+}
+
+/// Compiles a step for the oldest and the newest generation, if NVRTC is here.
+pub fn machine_code(code: &StepCode) {
+    let Some(nvrtc) = nvrtc() else { return };
+    for capability in [(8, 0), (9, 0)] {
+        let compiler = Compiler::new(nvrtc.clone(), capability, Store::disabled()).unwrap();
+        let (sources, _) = code.sources();
+        compiler
+            .compile(&sources)
+            .unwrap_or_else(|error| panic!("{error}"));
+    }
 }

@@ -27,6 +27,7 @@ use kiln_graph::{Graph, Node, Op};
 use self::case::Case;
 use self::operands::{Gradient, Operands, View};
 use self::plan::{Element, Extents, Plan, TensorPlan};
+use super::after::Role;
 use super::product::warpgroups::CAPABILITY;
 use super::{Argument, EmitOptions, KernelCode, Launch};
 use crate::code::FunctionText;
@@ -166,6 +167,7 @@ impl Writer {
             text,
             grid: [blocks as u32, 1, 1],
             shared_bytes,
+            role: Role::Alone,
             arguments: reading.arguments,
         }));
         Some(())

@@ -12,7 +12,7 @@ use kiln_graph::Graph;
 use super::late::{Late, Partials};
 use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, PROCESSORS, THREADS, c, ceil, coordinates, grid, power_of_two};
+use super::{Launch, PROCESSORS, Role, THREADS, c, ceil, coordinates, grid, power_of_two};
 use crate::code::FunctionText;
 
 /// Rows that a lane adds up at most, if there are so many chunks: the error of a sum grows with its length.
@@ -219,6 +219,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         },
         grid: [grid(tiles), grid(chunks), 1],
         shared_bytes: shared as u32,
+        role: Role::Alone,
         arguments: writer.arguments,
     };
     (

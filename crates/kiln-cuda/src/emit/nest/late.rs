@@ -7,8 +7,9 @@ use kiln_graph::op::{Op, ReduceOp};
 use kiln_graph::{DType, Node, Value};
 
 use super::writer::Writer;
-use super::{Argument, Launch, PROCESSORS, c, ceil, grid, power_of_two};
+use super::{Argument, Launch, PROCESSORS, Role, c, ceil, grid, power_of_two};
 use crate::code::FunctionText;
+use crate::emit::after::Along;
 
 /// A late reduction being accumulated.
 #[derive(Clone, Debug)]
@@ -125,68 +126,115 @@ impl Writer<'_> {
 
     /// The kernels that combine the chunks: results that are combined alike share one.
     pub(super) fn combinations(&self, lates: &[(&Late, &Partials)]) -> Vec<Launch> {
-        let mut launches: Vec<(Alike, Vec<Argument>)> = Vec::new();
+        let mut launches: Vec<(Columns, Vec<Argument>)> = Vec::new();
         for (late, partials) in lates {
             let Some(scratch) = partials.scratch else { continue };
-            let alike = Alike {
-                op: late.op,
-                part: late.dtype,
-                dtype: self.graph.dtype(late.value),
-                count: late.count,
-                chunks: partials.chunks,
-            };
+            let dtype = self.graph.dtype(late.value);
+            let alike = Columns::new(late.op, late.dtype, dtype, late.count, partials.chunks);
             let own = [
                 Argument::Scratch(scratch),
                 Argument::Buffer(Buffer::Value(late.value)),
             ];
-            match launches.iter_mut().find(|(known, _)| *known == alike) {
-                Some((_, arguments)) => arguments.extend(own),
+            let is_alike = |known: &Columns| Columns { results: 1, ..*known } == alike;
+            match launches.iter_mut().find(|(known, _)| is_alike(known)) {
+                Some((known, arguments)) => {
+                    *known = known.and_another();
+                    arguments.extend(own);
+                }
                 None => launches.push((alike, own.to_vec())),
             }
         }
-        let launch = |(alike, arguments): (Alike, Vec<Argument>)| alike.launch(arguments);
+        let launch = |(columns, arguments): (Columns, Vec<Argument>)| columns.launch(arguments);
         launches.into_iter().map(launch).collect()
     }
 }
 
-/// What says how partial results are combined.
-#[derive(Clone, Copy, PartialEq, Eq)]
-struct Alike {
+/// Most results that a block adds up beside each other: its threads are no more than a block has.
+const MOST_RESULTS: i64 = 32;
+
+/// Results of so many elements whose partial results are combined alike, by one kernel: those of the chunks,
+/// sums of f32 in f64. Neighbouring threads have neighbouring elements; several lanes of the block take every
+/// so-many-th chunk each, and are combined in pairs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Columns {
     op: ReduceOp,
     /// The type of partial results.
     part: DType,
     /// The type of results.
     dtype: DType,
+    /// Elements of a result.
     count: i64,
     chunks: i64,
+    /// How many results there are. Each has two arguments.
+    results: i64,
 }
 
-impl Alike {
-    /// Adds up the partial results of the chunks, sums of f32 in f64. Neighbouring threads have neighbouring
-    /// elements; several lanes of the block take every so-many-th chunk each, and are combined in pairs.
-    /// `blockIdx.y` numbers results; each has two arguments.
-    fn launch(self, arguments: Vec<Argument>) -> Launch {
+impl Columns {
+    /// One result of `count` elements of `dtype`, whose partial results are of `part`.
+    pub(in crate::emit) fn new(op: ReduceOp, part: DType, dtype: DType, count: i64, chunks: i64) -> Self {
+        Self {
+            op,
+            part,
+            dtype,
+            count,
+            chunks,
+            results: 1,
+        }
+    }
+
+    /// The same with another result of the kind.
+    pub(in crate::emit) fn and_another(self) -> Self {
+        Self {
+            results: self.results + 1,
+            ..self
+        }
+    }
+
+    /// Whether `along` goes over the elements of a result, and a block has whole places of it.
+    pub fn has(&self, along: &Along) -> bool {
+        along.extent == self.count && self.across() % along.width == 0 && self.results <= MOST_RESULTS
+    }
+
+    /// Elements of a block. Sectors of 32 bytes are read whole, and blocks of few columns are many.
+    fn across(&self) -> i64 {
+        if self.count >= 8 {
+            8
+        } else {
+            power_of_two(self.count)
+        }
+    }
+
+    /// Lanes for each element of a result, of a block that has so many of the `results`.
+    fn lanes(&self, results: i64) -> i64 {
+        // Some four chunks a lane, all under way at once, and no more threads than a block has; where every
+        // multiprocessor has a block, more in smaller ones, of which it holds several.
+        let across = self.across();
+        let blocks = ceil(self.count, across) * (self.results / results);
+        let (each, most) = if blocks >= PROCESSORS { (8, 512) } else { (4, 1024) };
+        let lanes = power_of_two(ceil(self.chunks, each)).clamp(1, most / power_of_two(results) / across);
+        if across * lanes < 32 { 32 / across } else { lanes }
+    }
+
+    /// The statements, and the threads of a block: each result has blocks of its own, which `blockIdx.y`
+    /// numbers. If something comes `behind`, a block has its columns of all results, and goes on with that
+    /// at each place of them, `width` elements.
+    pub fn body(&self, behind: Option<&str>, width: i64) -> (String, u32) {
         let Self {
             op,
             part,
             dtype,
             count,
             chunks,
-        } = self;
-        let results = arguments.len() / 2;
+            results,
+        } = *self;
         let register = match (op, part) {
             (ReduceOp::Sum, DType::F32) => DType::F64,
             (_, dtype) => dtype,
         };
-        // Sectors of 32 bytes are read whole, and blocks of few columns are many.
-        let across = if count >= 8 { 8 } else { power_of_two(count) };
-        // Some four chunks a lane, all under way at once, and no more threads than a block has; where every
-        // multiprocessor has a block, more in smaller ones, of which it holds several.
-        let blocks = ceil(count, across) * results as i64;
-        let (each, most) = if blocks >= PROCESSORS { (8, 512) } else { (4, 1024) };
-        let lanes = power_of_two(ceil(chunks, each)).clamp(1, most / across);
-        let lanes = if across * lanes < 32 { 32 / across } else { lanes };
-        let threads = across * lanes;
+        let across = self.across();
+        let inside = if behind.is_some() { results } else { 1 };
+        let lanes = self.lanes(inside);
+        let threads = across * lanes * inside;
         let (ty, memory) = (c::memory_type(part), c::memory_type(dtype));
         let (wide, narrow) = (c::register_type(register), c::register_type(dtype));
         let neutral = c::neutral(op, register);
@@ -196,11 +244,18 @@ impl Alike {
             op,
             register,
             "x",
-            &format!("lanes[(y + apart) * {across} + threadIdx.x % {across}]"),
+            &format!("lanes[threadIdx.x + apart * {across}]"),
         );
         let stored = c::narrowed(dtype, &format!("({narrow})x"));
+        let (number, lane) = match behind {
+            None => ("blockIdx.y".to_owned(), format!("threadIdx.x / {across}")),
+            Some(_) => (
+                format!("threadIdx.x / {}", across * lanes),
+                format!("threadIdx.x / {across} % {lanes}"),
+            ),
+        };
         let choose = |name: char| {
-            let others = (1..results).map(|result| format!("blockIdx.y == {result} ? {name}{result} : "));
+            let others = (1..results).map(|result| format!("{number} == {result} ? {name}{result} : "));
             others.collect::<String>() + &format!("{name}0")
         };
         let pointers = format!(
@@ -208,10 +263,20 @@ impl Alike {
             choose('a'),
             choose('b')
         );
+        let behind = behind.map_or_else(String::new, |behind| {
+            let places = across / width;
+            format!(
+                "__syncthreads();
+const kiln_u32 place = blockIdx.x * {places} + threadIdx.x;
+if (threadIdx.x < {places} && place < {}) {behind}
+",
+                count / width
+            )
+        });
         let body = format!(
             "__shared__ {wide} lanes[{threads}];
 {pointers}const kiln_u64 k = (kiln_u64)blockIdx.x * {across} + threadIdx.x % {across};
-const int y = threadIdx.x / {across};
+const int y = {lane};
 {wide} x = {neutral};
 if (k < {count}) {{
 #pragma unroll 8
@@ -225,22 +290,29 @@ if (y < apart) x = {pair};
 __syncthreads();
 }}
 if (y == 0 && k < {count}) out[k] = {stored};
-"
+{behind}"
         );
+        (body, threads as u32)
+    }
+
+    fn launch(self, arguments: Vec<Argument>) -> Launch {
+        let (body, threads) = self.body(None, 1);
+        let (ty, memory) = (c::memory_type(self.part), c::memory_type(self.dtype));
         Launch {
             text: FunctionText {
                 helpers: String::new(),
-                parameters: (0..results)
+                parameters: (0..self.results)
                     .flat_map(|result| [format!("const {ty}* a{result}"), format!("{memory}* b{result}")])
                     .collect(),
                 body,
-                threads: threads as u32,
+                threads,
                 device_only: false,
                 blocks: 0,
             },
-            grid: [grid(ceil(count, across)), results as u32, 1],
+            grid: [grid(ceil(self.count, self.across())), self.results as u32, 1],
             shared_bytes: 0,
             arguments,
+            role: Role::Sums(self),
         }
     }
 }

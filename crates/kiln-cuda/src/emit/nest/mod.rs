@@ -46,10 +46,12 @@ use kiln_compiler::index::{Index, Var};
 use kiln_compiler::schedule::nest::{Nest, vars};
 use kiln_graph::{Graph, Op};
 
+use super::after::Role;
 use super::expressions as c;
 use super::{Argument, Call, EmitOptions, KernelCode, Launch};
 use space::{Seen, Space};
 
+pub use late::Columns;
 pub use table::together;
 
 /// Threads of a block where nothing else decides.

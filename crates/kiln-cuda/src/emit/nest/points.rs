@@ -10,8 +10,9 @@ use kiln_graph::Graph;
 
 use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, ceil, coordinates, grid};
+use super::{Launch, Role, THREADS, ceil, coordinates, grid};
 use crate::code::FunctionText;
+use crate::emit::after::Along;
 
 /// The indices of the kernel.
 pub(super) fn seen(graph: &Graph, space: &Space) -> Vec<Seen> {
@@ -117,6 +118,7 @@ fn generate_rows(graph: &Graph, space: &Space, (row, rows): (Var, i64)) -> Launc
         grid: [grid(ceil(items, THREADS)), 1, 1],
         shared_bytes: 0,
         arguments: writer.arguments,
+        role: Role::Alone,
     }
 }
 
@@ -174,6 +176,7 @@ pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
         statements.push_str(&format!("for (; i{var} < {points}; i{var}++) {{\n{single}}}\n"));
     }
     let top: String = writer.top.iter().map(|line| format!("{line}\n")).collect();
+    let role = along(&writer, &top, &text);
     let launch = Launch {
         text: FunctionText {
             helpers: String::new(),
@@ -186,6 +189,29 @@ pub(super) fn generate(graph: &Graph, space: &Space) -> (Vec<Launch>, usize) {
         grid: [grid(ceil(items, THREADS)), 1, 1],
         shared_bytes: 0,
         arguments: writer.arguments,
+        role,
     };
     (vec![launch], 0)
+}
+
+/// The kernel at a place, if it has one axis, along which everything that it reads and writes lies.
+fn along(writer: &Writer<'_>, top: &str, text: &str) -> Role {
+    let space = writer.space;
+    let (&[var], extent, width) = (&space.loops.cols[..], space.loops.row_length(), space.width) else {
+        return Role::Alone;
+    };
+    let is_own = |seen: &Seen| {
+        seen.index.stride(var) == Some(1) && seen.index.vars() == bit(var) && seen.index.offset() == 0
+    };
+    let mut moved = writer.seen.iter().filter(|seen| seen.weight > 0);
+    if extent % width != 0 || !space.loops.rows.is_empty() || !moved.all(is_own) {
+        return Role::Alone;
+    }
+    let index = writer.index_type();
+    Role::Along(Along {
+        statements: format!("{top}{}{text}", coordinates(space, &[var], index, "t")),
+        index,
+        width,
+        extent,
+    })
 }

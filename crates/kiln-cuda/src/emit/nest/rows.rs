@@ -20,7 +20,7 @@ use super::late::{Late, Partials};
 use super::shape::{FILL, Shape, shape};
 use super::space::{Lanes, Seen, Space};
 use super::writer::{Key, Place, Register, Writer};
-use super::{Argument, Launch, c, ceil, coordinates, grid};
+use super::{Argument, Launch, Role, c, ceil, coordinates, grid};
 use crate::code::FunctionText;
 
 /// Terms of the longest sum of f32 that one accumulator takes; longer ones are cut into blocks of [`BLOCK`],
@@ -176,6 +176,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         },
         grid: [grid(shape.blocks()), 1, 1],
         shared_bytes: (ceil(shared, 16) * 16) as u32,
+        role: Role::Alone,
         arguments: writer.arguments,
     };
     (

@@ -11,7 +11,9 @@ use kiln_graph::Graph;
 
 use super::space::Space;
 use super::writer::Writer;
-use super::{Argument, Call, EmitOptions, KernelCode, Launch, coordinates, grid, points, prepare, tiles};
+use super::{
+    Argument, Call, EmitOptions, KernelCode, Launch, Role, coordinates, grid, points, prepare, tiles,
+};
 use crate::code::FunctionText;
 
 /// Threads of a block.
@@ -153,6 +155,7 @@ fn launch(task: Task) -> Launch {
         text: task.text,
         grid: [blocks, 1, 1],
         shared_bytes: 0,
+        role: Role::Alone,
         arguments: vec![Argument::Table(rows.collect()), Argument::Table(chunks)],
     }
 }

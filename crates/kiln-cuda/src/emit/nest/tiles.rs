@@ -10,7 +10,7 @@ use kiln_graph::{DType, Graph};
 
 use super::space::{Seen, Space};
 use super::writer::{Place, Writer};
-use super::{Launch, THREADS, c, ceil, coordinates, grid, points};
+use super::{Launch, Role, THREADS, c, ceil, coordinates, grid, points};
 use crate::code::FunctionText;
 
 /// Points of a tile along either variable.
@@ -157,6 +157,7 @@ pub(super) fn generate(graph: &Graph, space: &Space, seen: &[Seen]) -> Option<La
         },
         grid: [grid(blocks), 1, 1],
         shared_bytes: 0,
+        role: Role::Alone,
         arguments: writer.arguments.clone(),
     })
 }

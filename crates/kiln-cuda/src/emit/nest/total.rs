@@ -5,7 +5,7 @@ use kiln_graph::Graph;
 use super::late::{Late, Partials};
 use super::space::{Seen, Space};
 use super::writer::Writer;
-use super::{Launch, THREADS, c, ceil, coordinates, grid, unroll};
+use super::{Launch, Role, THREADS, c, ceil, coordinates, grid, unroll};
 use crate::code::FunctionText;
 
 /// Points of a block at least: enough for each thread to have some loads in flight.
@@ -104,6 +104,7 @@ pub(super) fn generate(graph: &Graph, space: &mut Space, seen: &[Seen]) -> (Vec<
         },
         grid: [grid(chunks), 1, 1],
         shared_bytes: 0,
+        role: Role::Alone,
         arguments: writer.arguments,
     };
     (

@@ -18,6 +18,7 @@ use super::case::{Case, DEPTH, NEIGHBOURS, TILE_CLOCKS, TILE_ROWS, WIDEST_KEPT, 
 use super::pieces::Pieces;
 use super::{Frame, matrices};
 use crate::code::{Boxes, Copied, FunctionText, Trial, Windows};
+use crate::emit::after::Role;
 use crate::emit::convolution::windows::InWindows;
 use crate::emit::nest::epilogue::{Keep, Loops, Statements, generate as statements};
 use crate::emit::{
@@ -434,6 +435,7 @@ fn launch(operands: &Operands, case: Case, processors: u32, finish: Finish) -> L
         },
         grid: [case.blocks(product, processors) as u32, 1, 1],
         shared_bytes: case.shared_bytes() as u32,
+        role: Role::Alone,
         arguments,
     }
 }
