@@ -44,9 +44,9 @@ fn compilers(argument: &str) -> Vec<Toolchain> {
     chosen.collect()
 }
 
-/// Random graphs over every primitive and the graphs of `kiln-compiler/tests/cases`, each as one step, and
-/// how far its outputs may be off.
-fn steps() -> Vec<(Graph, Vec<f64>)> {
+/// Random graphs over every primitive, half as many for `narrow` instructions, and the graphs of
+/// `kiln-compiler/tests/cases`, each as one step, and how far its outputs may be off.
+fn steps(narrow: bool) -> Vec<(Graph, Vec<f64>)> {
     let mut simple = GraphConfig {
         families: vec![
             Family::Pointwise,
@@ -90,13 +90,18 @@ fn steps() -> Vec<(Graph, Vec<f64>)> {
         append(&mut cases.0, &graph);
     }
     assert!(cases.1.len() >= 30, "the cases are gone");
-    vec![batch(4000, 6, &simple), batch(4100, 8, &kernels), cases]
+    let part = if narrow { 2 } else { 1 };
+    vec![
+        batch(4000, 6 / part, &simple),
+        batch(4100, 8 / part, &kernels),
+        cases,
+    ]
 }
 
 /// Tries each compiler with `argument`, which leaves it the instruction set `isa` where this machine has
 /// that.
 fn try_all(argument: &str, isa: &str) {
-    let steps = steps();
+    let steps = steps(!argument.is_empty());
     let prepared: Vec<_> = steps
         .iter()
         .map(|(graph, tolerances)| {

@@ -365,7 +365,7 @@ fn check_images(family: &Family, sizes: &[(usize, usize)], tolerance: f64) {
 
 #[test]
 fn convolutions_share_their_kernels() {
-    let sizes = [(2, 32), (2, 48), (2, 40), (3, 37), (5, 9), (1, 1)];
+    let sizes = [(2, 32), (2, 48), (3, 37), (5, 9), (1, 1)];
     check_images(&family(2), &sizes, 2e-4);
 }
 
@@ -376,7 +376,7 @@ fn convolutions_of_bf16_share_their_kernels() {
         autocast: Some(DType::BF16),
         ..Options::default()
     };
-    let sizes = [(2, 32), (2, 48), (2, 40), (1, 37), (3, 48), (5, 9)];
+    let sizes = [(2, 32), (2, 48), (1, 37), (5, 9)];
     // Rounded elements may be another largest one of a window, whose gradient then goes elsewhere.
     check_images(&family_of(&options, 2, &Cache::disabled()), &sizes, 0.25);
 }
