@@ -4,12 +4,14 @@
 
 use std::path::Path;
 
-use kiln_cuda::Search;
 use kiln_cuda::build::{Compiler, Source, Store};
 use kiln_cuda::code::StepCode;
 use kiln_cuda::libraries::{CublasLt, Driver, Nvrtc};
 use kiln_cuda::products::Multiplier;
 use kiln_cuda::runtime::{Device, Kernel, Module, Stream};
+use kiln_cuda::testing::host::{HostError, HostStep};
+use kiln_cuda::{CudaStep, Search};
+use kiln_graph::{DType, HostTensor, Scalar};
 
 /// Where the environment says; where `make nvrtc` puts the wheel.
 pub fn search() -> Search {
@@ -109,4 +111,18 @@ pub fn machine_code(code: &StepCode) {
             .compile(&sources)
             .unwrap_or_else(|error| panic!("{error}"));
     }
+}
+
+/// Runs a step that is given an index out of range: its first check stops it, and no argument is another one.
+pub fn stops_unchanged(step: &CudaStep, tensors: &[HostTensor], scalars: &[Scalar]) {
+    let host = HostStep::of(step).unwrap();
+    let before: Vec<Vec<u8>> = tensors.iter().map(|tensor| tensor.bytes().to_vec()).collect();
+    let mut inputs = before.clone();
+    let bits: Vec<u64> = scalars.iter().map(|scalar| scalar.to_bits(DType::F32)).collect();
+    let stopped = host.run(&mut inputs, &bits);
+    assert!(
+        matches!(stopped, Err(HostError::Index { check: 0, .. })),
+        "{stopped:?}"
+    );
+    assert!(inputs == before, "an argument was overwritten");
 }
