@@ -310,7 +310,8 @@ impl<'a> Joint<'a> {
     pub(crate) fn recompute(&self, node: Node) -> u64 {
         let data = self.graph.node(node);
         let class = Recompute::of(&data.op);
-        // Beside a forward kernel a small value costs nothing more. What is made of scalars is in no kernel's way.
+        // Beside a forward kernel a small value costs nothing more. What is made of scalars is in no kernel's
+        // way.
         let launch = match class {
             Recompute::Fused if !self.generated[node] => self.machine().launch(data, self.made_bytes(data)),
             _ => 0,

@@ -3,8 +3,8 @@
 //! A case is a graph with phases, and in its comments the expected choice: `keeps:` lists the kept values as
 //! type and operation, `recomputes:` the operations that run again, one word each time.
 //! `below the peak recomputes:` lists operations that must be among those that run again under a budget one
-//! byte below the peak of the unlimited choice. `launch seconds:` gives the machine launches that take so long.
-//! Adding a case takes no code.
+//! byte below the peak of the unlimited choice. `launch seconds:` gives the machine launches that take so
+//! long. Adding a case takes no code.
 //!
 //! The choices are those of a machine with slow memory: there a function of an f32 takes less time than to
 //! write and read it.

@@ -13,7 +13,7 @@
 //! The second kernel then runs earlier than it was planned, where its operands are ready and its results
 //! overwrite nothing ([`partners`]).
 
-use super::beside::{Entry, Range};
+use super::beside::{self, Entry, Range};
 use super::nest::Columns;
 use super::{Argument, Launch};
 use crate::code::FunctionText;
@@ -129,10 +129,9 @@ pub(super) fn together(sums: &Launch, then: &Launch) -> Launch {
         .iter()
         .map(|it| it.replace("__restrict__ ", ""));
     let own: Vec<String> = own.collect();
-    let typed = own.iter().enumerate().map(|(at, parameter)| {
-        let (ty, _) = parameter.rsplit_once(' ').unwrap_or((parameter, ""));
-        format!("{ty} t{at}")
-    });
+    let typed = beside::types(&then.text)
+        .enumerate()
+        .map(|(at, ty)| format!("{ty} t{at}"));
     let passed: String = (0..own.len()).map(|at| format!(", t{at}")).collect();
     let helpers = format!(
         "{}\ninline void @_then(const {index} t, {})\n{{\n{statements}\n}}\n",

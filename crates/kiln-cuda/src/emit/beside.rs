@@ -325,7 +325,7 @@ impl<'a> Writer<'a> {
 }
 
 /// The types of a kernel's parameters.
-fn types(text: &FunctionText) -> impl Iterator<Item = String> + '_ {
+pub(super) fn types(text: &FunctionText) -> impl Iterator<Item = String> + '_ {
     text.parameters.iter().map(|parameter| {
         let (ty, _) = parameter.rsplit_once(' ').unwrap_or((parameter, ""));
         ty.replace("__restrict__", "").trim().to_owned()
