@@ -11,7 +11,7 @@ use kiln_cuda::convolutions::{Convolution, ConvolutionArguments, Convolver, Plan
 use kiln_cuda::execute::{CudaExecutable, Gpu, NothingOutside};
 use kiln_cuda::libraries::Nvrtc;
 use kiln_cuda::products::Number;
-use kiln_cuda::runtime::{Device, Storage};
+use kiln_cuda::runtime::{Device, GraphBuilder, Storage};
 use kiln_cuda::sys::cudnn::{behavior_note, numerical_note};
 use kiln_cuda::testing::{FakeDriver, FakeEngine, fake_cudnn, fake_cudnn_descriptors};
 use kiln_cuda::{CudaError, CudaTarget};
@@ -96,7 +96,7 @@ fn chosen(
             arguments.y = (&y, 16);
             let error = prepared.run(&stream, &arguments).unwrap_err();
             assert!(matches!(error, CudaError::Range { .. }), "{error}");
-            assert!(text("cudnn", &fake.calls()).is_empty());
+            assert!(text("cudnnBackend", &fake.calls()).is_empty());
             Ok(text("cudnnBackendExecute", &calls).concat())
         })
     };
@@ -176,6 +176,48 @@ fn a_plan_is_of_one_version() {
         error.contains("the plan is cuDNN 9.1.0's, not 9.99.0's"),
         "{error}"
     );
+}
+
+/// Steps of several threads share the library: what one of them captures must not be in the way of another's
+/// convolution. The library refuses a stream if the one before is captured.
+#[test]
+fn a_capture_is_not_in_the_way_of_another_convolution() {
+    let fake = FakeDriver::start(1, 64 << 20).unwrap();
+    let device = Device::open(fake.driver(), 0).unwrap();
+    let stream = device.stream().unwrap();
+    let convolution = convolution(Number::F32, false);
+    let convolver = Convolver::new(&device, fake_cudnn(&engines([&[]]))).unwrap();
+    let plan = convolver.search(&stream, &convolution, UNCHECKED).unwrap();
+    let prepared = convolver.prepare(&convolution, &plan).unwrap();
+    let memory = |bytes: usize| Arc::new(Storage::allocate(&stream, bytes).unwrap());
+    let (x, w) = (memory(convolution.x.bytes()), memory(convolution.w.bytes()));
+    let y = memory(convolution.y.bytes());
+    let workspace = memory(prepared.workspace_bytes());
+    let arguments = ConvolutionArguments {
+        x: (&x, 0),
+        w: (&w, 0),
+        y: (&y, 0),
+        workspace: Some((&workspace, 0)),
+    };
+    let mut here = GraphBuilder::new(&device, "here").unwrap();
+    let mut there = GraphBuilder::new(&device, "there").unwrap();
+    let node = prepared.capture(&mut here, &[], &arguments).unwrap();
+    fake.calls();
+    here.capture(&[node], &[], |captured| {
+        let error = prepared.run(captured, &arguments).unwrap_err();
+        assert!(matches!(error, CudaError::Captured { .. }), "{error}");
+        prepared.run(&stream, &arguments)?;
+        prepared.capture(&mut there, &[], &arguments).map(drop)
+    })
+    .unwrap();
+    assert_eq!(text("cudnnBackendExecute", &fake.calls()).len(), 2);
+    // Nor is a capture that fails.
+    fake.fail("cudnnBackendExecute", EXECUTION_FAILED);
+    let error = prepared.capture(&mut there, &[], &arguments).unwrap_err();
+    assert!(matches!(error, CudaError::Convolution { .. }), "{error}");
+    fake.fail("cudnnBackendExecute", 0);
+    here.capture(&[node], &[], |_| prepared.run(&stream, &arguments))
+        .unwrap();
 }
 
 /// Where there is no memory to try plans on, the first one is taken as it is, which the plan says.

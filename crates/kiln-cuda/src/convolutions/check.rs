@@ -19,7 +19,7 @@
 use super::convolution::{Convolution, Task, Tensor};
 use super::run::ConvolutionArguments;
 use crate::error::Result;
-use crate::products::{BLOCK, Number, Operand, Place, block};
+use crate::products::{BLOCK, NANS, Number, Operand, Place, block};
 use crate::runtime::Stream;
 
 /// Products that the plain sums should have together.
@@ -33,6 +33,9 @@ const FEW: i64 = 27;
 
 /// Results of so many bytes are read as a whole.
 const SMALL: usize = 1 << 20;
+
+/// Bytes on either side of a result that a plan must not write: those that a tile of it would reach.
+const BESIDE: usize = 16 << 10;
 
 /// Elements of a result, and what they should be.
 pub(super) struct Check {
@@ -80,7 +83,8 @@ impl Check {
         }
     }
 
-    /// Whether `run`, which queues a plan on these arguments, leaves the right elements.
+    /// Whether `run`, which queues a plan on these arguments, leaves the right elements, and nothing beside its
+    /// result. There are [`super::search::MARGIN`] bytes on either side of each tensor.
     pub(super) fn passes(
         &self,
         stream: &Stream,
@@ -104,9 +108,23 @@ impl Check {
         };
         // An engine that writes nothing must not find what another has written.
         for &(at, bytes) in &parts {
-            stream.write(&vec![0xff; bytes], storage, start + at)?;
+            stream.fill(storage, start + at..start + at + bytes, NANS)?;
+        }
+        let beside = [start - BESIDE, start + self.bytes];
+        for at in beside {
+            stream.fill(storage, at..at + BESIDE, NANS)?;
+        }
+        if let Some((workspace, start)) = arguments.workspace {
+            stream.fill(workspace, start..workspace.bytes(), NANS)?;
         }
         run()?;
+        for at in beside {
+            let mut untouched = vec![0; BESIDE];
+            stream.read(storage, at, &mut untouched)?;
+            if untouched.iter().any(|&byte| byte != NANS) {
+                return Ok(false);
+            }
+        }
         let mut found = Vec::with_capacity(parts.len());
         for &(at, bytes) in &parts {
             let mut part = vec![0; bytes];

@@ -17,7 +17,7 @@ mod descriptor;
 mod run;
 mod search;
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 pub use convolution::{Convolution, Task, Tensor};
 pub use run::{ConvolutionArguments, PreparedConvolution};
@@ -26,7 +26,7 @@ pub use search::{Plan, PlanLimits};
 
 use crate::error::{CudaError, Result};
 use crate::libraries::Cudnn;
-use crate::runtime::Device;
+use crate::runtime::{Device, Event, Stream};
 use crate::sys::cudnn::{CudnnFunctions, CudnnHandle, CudnnStatus};
 
 /// cuDNN on a device. Cheap to clone; clones are one.
@@ -39,8 +39,24 @@ pub struct Convolver {
 struct Inner {
     device: Device,
     library: Cudnn,
-    /// The library does not allow two calls with one handle at the same time.
-    handle: Mutex<CudnnHandle>,
+    /// The library does not allow two calls with one handle at the same time, and a plan has the handle that it
+    /// was made with.
+    handle: Mutex<Handle>,
+    /// The handle's stream between calls.
+    idle: Stream,
+}
+
+/// A handle of the library.
+///
+/// Where it is given another stream, the library looks at the one that it had. It refuses if that is captured by
+/// then, for which another thread is enough; and what is captured must not wait for what is still under way
+/// there. So a handle has a stream of its own between calls, on which nothing is ever queued or captured, and a
+/// capture begins when all that was queued with the handle is over.
+#[derive(Debug)]
+struct Handle {
+    raw: CudnnHandle,
+    /// Happens when what was queued is over.
+    queued: Option<Event>,
 }
 
 impl Convolver {
@@ -49,16 +65,18 @@ impl Convolver {
     /// # Errors
     /// [`CudaError::Convolution`] with the library's answer, [`CudaError::Lost`].
     pub fn new(device: &Device, library: Cudnn) -> Result<Self> {
+        let idle = device.stream()?;
         device.enter()?;
-        let mut handle = CudnnHandle::NULL;
+        let mut raw = CudnnHandle::NULL;
         // SAFETY: the device's context is current; the pointer is to a handle on this stack.
-        let status = unsafe { (library.functions.cudnnCreate)(&raw mut handle) };
+        let status = unsafe { (library.functions.cudnnCreate)(&raw mut raw) };
         check(status, "cudnnCreate", || "anything on this device".into())?;
         Ok(Self {
             inner: Arc::new(Inner {
                 device: device.clone(),
                 library,
-                handle: Mutex::new(handle),
+                handle: Mutex::new(Handle { raw, queued: None }),
+                idle,
             }),
         })
     }
@@ -77,23 +95,59 @@ impl Convolver {
         &self.inner.library.functions
     }
 
+    fn handle(&self) -> MutexGuard<'_, Handle> {
+        self.inner.handle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is
     /// current.
     fn with_handle<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
         // Kiln keeps no state in the handle besides the stream, which every call sets.
-        let handle = self.inner.handle.lock().unwrap_or_else(PoisonError::into_inner);
+        let handle = self.handle();
         self.device().enter()?;
-        work(*handle)
+        work(handle.raw)
+    }
+
+    /// As [`Self::with_handle`], for work that queues on `stream`.
+    fn queue<R>(&self, stream: &Stream, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
+        let mut handle = self.handle();
+        self.device().enter()?;
+        let done = work(handle.raw);
+        let left = self.set_stream(handle.raw, &self.inner.idle);
+        handle.queued = Some(stream.record()?);
+        done.and_then(|done| left.map(|()| done))
+    }
+
+    /// As [`Self::with_handle`], for work that captures a stream, and no longer does when it is done.
+    fn capture<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
+        let mut handle = self.handle();
+        if let Some(queued) = handle.queued.take() {
+            queued.synchronize()?;
+            self.inner.idle.synchronize()?;
+        }
+        self.device().enter()?;
+        let done = work(handle.raw);
+        let left = self.set_stream(handle.raw, &self.inner.idle);
+        done.and_then(|done| left.map(|()| done))
+    }
+
+    /// Has the caller's handle queue on a stream from here on.
+    fn set_stream(&self, handle: CudnnHandle, stream: &Stream) -> Result<()> {
+        self.device().enter()?;
+        // SAFETY: the device's context is current and the caller has the handle; the stream lives until the
+        // handle has another.
+        let status = unsafe { (self.functions().cudnnSetStream)(handle, stream.raw()) };
+        check(status, "cudnnSetStream", || "anything on this stream".into())
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
         if self.device.enter().is_ok() {
-            let handle = *self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
+            let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
             // SAFETY: created by `Convolver::new`, destroyed here once; the library waits for what it has
             // queued.
-            unsafe { (self.library.functions.cudnnDestroy)(handle) };
+            unsafe { (self.library.functions.cudnnDestroy)(handle.raw) };
         }
     }
 }

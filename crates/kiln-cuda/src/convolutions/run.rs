@@ -9,7 +9,7 @@ use super::search::Plan;
 use super::{Convolver, check};
 use crate::error::{CudaError, Result};
 use crate::products::Place;
-use crate::runtime::{Storage, Stream};
+use crate::runtime::{GraphBuilder, Node, Storage, Stream};
 use crate::sys::cudnn::{CudnnHandle, attribute, descriptor};
 
 /// Where a convolution's tensors are.
@@ -106,18 +106,38 @@ impl Convolver {
 }
 
 impl PreparedConvolution {
-    /// Queues the convolution on a stream, which may be capturing.
+    /// Queues the convolution on a stream.
     ///
     /// # Errors
     /// [`CudaError::Range`] if an argument is missing or too small, [`CudaError::TwoDevices`],
+    /// [`CudaError::Captured`] if the stream is captured, for which there is [`Self::capture`],
     /// [`CudaError::Convolution`], [`CudaError::Lost`].
     pub fn run(&self, stream: &Stream, arguments: &ConvolutionArguments<'_>) -> Result<()> {
+        stream.refuse_in_capture("queuing a convolution")?;
         self.convolver
-            .with_handle(|handle| self.run_with(handle, stream, arguments))
+            .queue(stream, |handle| self.run_with(handle, stream, arguments))
             .map_err(about(&self.convolution))
     }
 
-    /// As [`Self::run`], for a caller that holds the handle already.
+    /// Adds the convolution to a graph, after the nodes `after`.
+    ///
+    /// # Errors
+    /// As [`Self::run`] and [`GraphBuilder::capture`].
+    pub fn capture(
+        &self,
+        builder: &mut GraphBuilder,
+        after: &[Node],
+        arguments: &ConvolutionArguments<'_>,
+    ) -> Result<Node> {
+        let capture = |handle| {
+            builder.capture(after, &arguments.storages(), |stream| {
+                self.run_with(handle, stream, arguments)
+            })
+        };
+        self.convolver.capture(capture).map_err(about(&self.convolution))
+    }
+
+    /// Queues the convolution, for a caller that holds the handle and has it leave the stream.
     pub(super) fn run_with(
         &self,
         handle: CudnnHandle,
@@ -158,15 +178,12 @@ impl PreparedConvolution {
         pack.addresses(attribute::PACK_DATA_POINTERS, &addresses)?;
         pack.addresses(attribute::PACK_WORKSPACE, &[workspace])?;
         pack.finalize()?;
-        let name = || convolution.to_string();
-        // SAFETY: the device's context is current and the caller has the handle.
-        let status = unsafe { (functions.cudnnSetStream)(handle, stream.raw()) };
-        check(status, "cudnnSetStream", name)?;
+        self.convolver.set_stream(handle, stream)?;
         // SAFETY: every tensor's place is as large as the tensor and the working memory as large as the plan
         // says, and they are freed in the order of this stream; the library has taken what it needs of both
         // descriptors when it returns.
         let status = unsafe { (functions.cudnnBackendExecute)(handle, self.plan.raw(), pack.raw()) };
-        check(status, "cudnnBackendExecute", name)
+        check(status, "cudnnBackendExecute", || convolution.to_string())
     }
 
     /// Bytes of working memory that a call needs.

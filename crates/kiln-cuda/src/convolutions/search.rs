@@ -27,7 +27,7 @@ use super::describe::Described;
 use super::descriptor::Descriptor;
 use super::run::{ConvolutionArguments, PreparedConvolution, about};
 use crate::error::{CudaError, Result};
-use crate::products::{Number, Operand, fastest, random_for, time_runs};
+use crate::products::{NANS, Number, Operand, fastest, random_for, time_runs};
 use crate::runtime::{Storage, Stream};
 use crate::sys::cudnn::{
     CudnnHandle, attribute, attribute_type, behavior_note, descriptor, heuristics_mode, numerical_note,
@@ -232,7 +232,7 @@ impl Convolver {
         convolution: &Convolution,
         limits: PlanLimits,
     ) -> Result<Found<(Vec<Plan>, usize)>> {
-        let found = self.with_handle(|handle| {
+        let found = self.queue(stream, |handle| {
             let candidates = self.candidates(handle, convolution, limits)?;
             if candidates.is_empty() {
                 return Ok(Found::Nothing(no_engine()));
@@ -412,6 +412,11 @@ fn wrong() -> CudaError {
     }
 }
 
+/// Bytes of NaNs in front of each tensor that plans are tried on, and behind it: a plan that reads there computes
+/// NaNs, if only by their product with zero, where in a step it would depend on what the neighbours are. One of
+/// cuDNN 9's weight gradients of large images does.
+pub(super) const MARGIN: usize = 1 << 20;
+
 /// Memory to try plans on.
 pub(crate) struct Trial {
     x: Arc<Storage>,
@@ -429,21 +434,24 @@ impl Trial {
                 true => Operand::Second,
                 false => Operand::First,
             };
-            random_for(stream, tensor.bytes(), tensor.number, operand)
+            random_for(stream, tensor.bytes(), tensor.number, operand, MARGIN)
         };
+        // Nor may a plan count on zeros to work in.
+        let workspace = Arc::new(Storage::allocate(stream, workspace_bytes)?);
+        stream.fill(&workspace, 0..workspace_bytes, NANS)?;
         Ok(Self {
             x: memory(&convolution.x)?,
             w: memory(&convolution.w)?,
             y: memory(&convolution.y)?,
-            workspace: Arc::new(Storage::allocate(stream, workspace_bytes)?),
+            workspace,
         })
     }
 
     pub(crate) fn arguments(&self) -> ConvolutionArguments<'_> {
         ConvolutionArguments {
-            x: (&self.x, 0),
-            w: (&self.w, 0),
-            y: (&self.y, 0),
+            x: (&self.x, MARGIN),
+            w: (&self.w, MARGIN),
+            y: (&self.y, MARGIN),
             workspace: Some((&self.workspace, 0)),
         }
     }

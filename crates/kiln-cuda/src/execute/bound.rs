@@ -222,10 +222,7 @@ impl Sink for Branches<'_> {
         convolution: &PreparedConvolution,
         arguments: &ConvolutionArguments<'_>,
     ) -> Result<()> {
-        let storages = arguments.storages();
-        let node = self
-            .builder
-            .capture(&self.last, &storages, |stream| convolution.run(stream, arguments))?;
+        let node = convolution.capture(&mut self.builder, &self.last, arguments)?;
         self.last = vec![node];
         Ok(())
     }

@@ -410,7 +410,7 @@ impl Gpu {
         }
         let description = format!("{convolution:?} {workspace}");
         let name = Key::of([
-            "convolution checked at more elements",
+            "convolution checked beside its tensors",
             &self.device.description().name,
             convolver.version(),
             &description,
@@ -427,9 +427,8 @@ impl Gpu {
                     checked: self.checks_plans,
                     ..PlanLimits::default()
                 };
-                let found = taken(convolver.find(&self.stream, convolution, limits))?;
-                let (prepared, kept) = match found {
-                    Some(Found::Plans(plan)) => {
+                let (prepared, kept) = match convolver.find(&self.stream, convolution, limits) {
+                    Ok(Found::Plans(plan)) => {
                         let prepared = prepare(&plan)?;
                         if plan.timed == 0 {
                             tracing::warn!(
@@ -441,8 +440,13 @@ impl Gpu {
                         let is_kept = prepared.is_some() && plan.timed > 0;
                         (prepared, is_kept.then_some(Some(plan)))
                     }
-                    Some(Found::Nothing(error)) => (taken(Err(error))?, Some(None)),
-                    None => (None, None),
+                    Ok(Found::Nothing(error)) => (taken(Err(error))?, Some(None)),
+                    // Its plans failed, which they may not do another time.
+                    Err(error @ CudaError::Convolution { .. }) => {
+                        tracing::warn!("Kiln's own kernel, until this process ends: {error}");
+                        (None, None)
+                    }
+                    Err(error) => return Err(error),
                 };
                 if let Some(kept) = kept
                     && let Ok(bytes) = serde_json::to_vec(&kept)

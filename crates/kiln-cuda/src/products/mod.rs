@@ -16,7 +16,7 @@ mod timing;
 
 pub use product::{ALIGNED, Compute, Epilogue, MatrixIn, MatrixOut, Number, Product, ScalarsFrom, alignment};
 pub use run::{Place, PreparedProduct, ProductArguments};
-pub(crate) use search::{BLOCK, Operand, Trial, block, random, random_for};
+pub(crate) use search::{BLOCK, NANS, Operand, Trial, block, random, random_for};
 pub use search::{Choice, SearchLimits};
 pub(crate) use timing::{fastest, time_in_turns, time_runs};
 

@@ -209,6 +209,7 @@ impl Trial {
                 right + product.right_bytes(),
                 product.right.number,
                 Operand::Second,
+                0,
             )?,
             result: random(stream, result + product.result_bytes(), number)?,
             starts,
@@ -247,27 +248,33 @@ pub(crate) enum Operand {
 
 /// `bytes` bytes of random numbers between -1 and 1: those of [`block`] for the first operand, over and over.
 pub(crate) fn random(stream: &Stream, bytes: usize, number: Number) -> Result<Arc<Storage>> {
-    random_for(stream, bytes, number, Operand::First)
+    random_for(stream, bytes, number, Operand::First, 0)
 }
 
-/// As [`random`], for either operand.
+/// As [`random`], for either operand, with `margin` bytes of NaNs in front and behind.
 pub(crate) fn random_for(
     stream: &Stream,
     bytes: usize,
     number: Number,
     operand: Operand,
+    margin: usize,
 ) -> Result<Arc<Storage>> {
-    let storage = Arc::new(Storage::allocate(stream, bytes)?);
+    let storage = Arc::new(Storage::allocate(stream, margin + bytes + margin)?);
     let block = block(number, operand);
     let mut filled = block.len().min(bytes);
-    stream.write(&block[..filled], &storage, 0)?;
+    stream.fill(&storage, 0..margin, NANS)?;
+    stream.fill(&storage, margin + bytes..storage.bytes(), NANS)?;
+    stream.write(&block[..filled], &storage, margin)?;
     while filled < bytes {
         let more = filled.min(bytes - filled);
-        stream.copy(&storage, 0..more, &storage, filled)?;
+        stream.copy(&storage, margin..margin + more, &storage, margin + filled)?;
         filled += more;
     }
     Ok(storage)
 }
+
+/// All bytes of what is a NaN in every type.
+pub(crate) const NANS: u8 = 0xff;
 
 /// What [`random_for`] repeats, [`BLOCK`] bytes, drawn once.
 pub(crate) fn block(number: Number, operand: Operand) -> &'static [u8] {
@@ -349,7 +356,7 @@ mod tests {
         let fake = FakeDriver::start(1, 16 << 20).unwrap();
         let stream = Device::open(fake.driver(), 0).unwrap().stream().unwrap();
         for bytes in [24, BLOCK, 3 * BLOCK + 24] {
-            let memory = random_for(&stream, bytes, Number::F16, Operand::Second).unwrap();
+            let memory = random_for(&stream, bytes, Number::F16, Operand::Second, 0).unwrap();
             let mut found = vec![0; bytes];
             stream.read(&memory, 0, &mut found).unwrap();
             let block = block(Number::F16, Operand::Second);

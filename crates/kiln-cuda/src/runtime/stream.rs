@@ -163,7 +163,7 @@ impl Stream {
 
     /// An error while the stream is captured. A graph runs long after the call that was captured, so it must
     /// hold no memory of the host, and none that is allocated or freed in the order of a stream.
-    pub(super) fn refuse_in_capture(&self, action: &'static str) -> Result<()> {
+    pub(crate) fn refuse_in_capture(&self, action: &'static str) -> Result<()> {
         match self.is_capturing() {
             true => Err(CudaError::Captured { action }),
             false => Ok(()),

@@ -37,6 +37,8 @@ pub(super) struct Library {
     /// In the order of the heuristic.
     engines: Vec<FakeEngine>,
     descriptors: HashMap<usize, Object>,
+    /// The streams that handles have.
+    streams: HashMap<usize, usize>,
 }
 
 #[derive(Debug, Default)]
@@ -68,6 +70,8 @@ pub fn fake_cudnn_descriptors() -> usize {
 const BAD_PARAM: CudnnStatus = 2000;
 /// A descriptor in the wrong state.
 const NOT_FINALIZED: CudnnStatus = 2004;
+/// The answer where the driver refuses what the library asks of a stream.
+const STREAM_IS_CAPTURED: CudnnStatus = 4004;
 /// The answer of an engine that refuses a convolution.
 const NOT_SUPPORTED: CudnnStatus = 3000;
 
@@ -114,10 +118,18 @@ unsafe extern "C" fn cudnnDestroy(_: CudnnHandle) -> CudnnStatus {
     with(|state| state.note("cudnnDestroy", "").unwrap_or(0))
 }
 
-unsafe extern "C" fn cudnnSetStream(_: CudnnHandle, stream: CUstream) -> CudnnStatus {
+unsafe extern "C" fn cudnnSetStream(handle: CudnnHandle, stream: CUstream) -> CudnnStatus {
     with(|state| {
         let given = format!("{:?}", stream.0);
-        state.note("cudnnSetStream", &given).unwrap_or(0)
+        if let Some(status) = state.note("cudnnSetStream", &given) {
+            return status;
+        }
+        let stream = stream.0 as usize;
+        // The library looks at the stream that the handle had.
+        match state.cudnn.streams.insert(handle.0 as usize, stream) {
+            Some(before) if before != stream && state.capturing.contains_key(&before) => STREAM_IS_CAPTURED,
+            _ => 0,
+        }
     })
 }
 

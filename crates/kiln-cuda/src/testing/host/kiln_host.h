@@ -15,7 +15,10 @@
 
 #define KILN_HOST 1
 
-#include <cmath>
+// C's functions alone: the overloads and the special functions of <cmath> take the compiler as long as a small kernel.
+#define _GLIBCXX_INCLUDE_NEXT_C_HEADERS
+#include <math.h>
+#undef _GLIBCXX_INCLUDE_NEXT_C_HEADERS
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
@@ -370,8 +373,8 @@ inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __ffsll(long long x) { return __builtin_ffsll(x); }
 template <class T> inline T __ldg(const T* from) { return *from; }
 
-inline float rsqrtf(float x) { return (float)(1.0 / std::sqrt((double)x)); }
-inline double rsqrt(double x) { return 1.0 / std::sqrt(x); }
+inline float rsqrtf(float x) { return (float)(1.0 / sqrt((double)x)); }
+inline double rsqrt(double x) { return 1.0 / sqrt(x); }
 
 #define KILN_EXTREMES(T)                                                                                                  \
     inline T min(T a, T b) { return b < a ? b : a; }                                                                      \
@@ -383,10 +386,10 @@ KILN_EXTREMES(unsigned long)
 KILN_EXTREMES(long long)
 KILN_EXTREMES(unsigned long long)
 #undef KILN_EXTREMES
-inline float min(float a, float b) { return std::fmin(a, b); }
-inline float max(float a, float b) { return std::fmax(a, b); }
-inline double min(double a, double b) { return std::fmin(a, b); }
-inline double max(double a, double b) { return std::fmax(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline double min(double a, double b) { return fmin(a, b); }
+inline double max(double a, double b) { return fmax(a, b); }
 
 // Atomics on integers alone: sums of floats in no order would differ from run to run.
 #define KILN_ATOMIC(T)                                                                                                    \
