@@ -20,13 +20,17 @@ use std::sync::Arc;
 
 use super::bound::{Bound, Branches, Memory, Parts, Place, Sink, bind};
 use super::gpu::Gpu;
-use crate::error::Result;
+use crate::error::{CudaError, Result};
 use crate::products::Multiplier;
 use crate::runtime::{GraphBuilder, Parcel, StepGraph, Storage, Stream};
 
 /// Most bytes of an input of the host that travels with a step's numbers, in one copy. Inputs of more bytes get
 /// memory of their own: the parcel's ring is pinned memory, eight times its size.
 pub const SMALL_INPUT: usize = 256 << 10;
+
+/// How often a graph is built where cuDNN fails to be captured. It did so once in some thousands of captures
+/// while other threads and processes used the device, with plans that had run just before.
+const ATTEMPTS: usize = 3;
 
 /// Slots in the parcel begin at such addresses: kernels load sixteen bytes at once.
 const ALIGNMENT: usize = 256;
@@ -151,6 +155,27 @@ impl Common<'_> {
     }
 }
 
+/// The step's calls at these addresses, as a graph.
+fn captured(common: &Common<'_>, memory: &Memory<'_>) -> Result<StepGraph> {
+    let bound = bind(common.parts, memory, common.multiplier, common.stream)?;
+    let bytes = bound.iter().map(Bound::workspace_bytes).max().unwrap_or(0);
+    let workspace = match bytes {
+        0 => None,
+        _ => Some(Arc::new(Storage::allocate(common.stream, bytes)?)),
+    };
+    let builder = GraphBuilder::new(common.stream.device(), common.name)?;
+    let mut graph = Branches::new(builder, &common.parts.code.orders, workspace);
+    if !common.parts.guards.is_empty() {
+        graph.clear(memory.stopped)?;
+    }
+    graph.begin();
+    for (call, mut bound) in common.parts.code.calls.iter().zip(bound) {
+        graph.enter(call.stage);
+        bound.give(&mut graph, memory)?;
+    }
+    graph.finish().instantiate(common.stream)
+}
+
 impl Replayed {
     /// Builds the graphs for calls whose arguments and outputs are so arranged.
     pub fn build(common: &Common<'_>, arrangement: &Arrangement) -> Result<Self> {
@@ -223,24 +248,16 @@ impl Replayed {
             scalars: self.parcel.storage(),
             stopped: common.stopped,
         };
-        let bound = bind(common.parts, &memory, common.multiplier, common.stream)?;
-        let bytes = bound.iter().map(Bound::workspace_bytes).max().unwrap_or(0);
-        let workspace = match bytes {
-            0 => None,
-            _ => Some(Arc::new(Storage::allocate(common.stream, bytes)?)),
-        };
-        let builder = GraphBuilder::new(common.stream.device(), common.name)?;
-        let mut graph = Branches::new(builder, &common.parts.code.orders, workspace);
-        if !common.parts.guards.is_empty() {
-            graph.clear(memory.stopped)?;
-        }
-        graph.begin();
-        for (call, mut bound) in common.parts.code.calls.iter().zip(bound) {
-            graph.enter(call.stage);
-            bound.give(&mut graph, &memory)?;
+        let mut graph = captured(common, &memory);
+        for _ in 1..ATTEMPTS {
+            let Err(error @ CudaError::Convolution { .. }) = &graph else {
+                break;
+            };
+            tracing::debug!("{} is captured again: {error}", common.name);
+            graph = captured(common, &memory);
         }
         Ok(Variant {
-            graph: graph.finish().instantiate(common.stream)?,
+            graph: graph?,
             fixed: arrangement.addresses(),
             inputs,
             outputs,

@@ -38,6 +38,8 @@ struct State {
     calls: Vec<String>,
     /// Calls that fail, with what they answer.
     failing: HashMap<&'static str, i32>,
+    /// The same, for one call.
+    failing_once: HashMap<&'static str, i32>,
     /// Calls of NCCL's that do not return.
     blocked: HashSet<&'static str>,
     /// Whether NCCL was aborted.
@@ -123,6 +125,11 @@ impl FakeDriver {
         });
     }
 
+    /// The next `call` answers `code`.
+    pub fn fail_next(&self, call: &'static str, code: i32) {
+        with(|state| state.failing_once.insert(call, code));
+    }
+
     /// From here on `call`, one of NCCL's, waits for ranks that never come: a collective until NCCL is
     /// aborted, another one as long as the fake is there, or until it is released.
     pub fn block(&self, call: &'static str) {
@@ -181,7 +188,8 @@ impl State {
             format!("{call} {given}")
         };
         self.calls.push(line);
-        self.failing.get(call).copied().or(self.fault)
+        let once = self.failing_once.remove(call);
+        once.or_else(|| self.failing.get(call).copied()).or(self.fault)
     }
 
     fn handle(&mut self) -> usize {
