@@ -144,7 +144,6 @@ impl Functions {
 
     /// The files, with the headers that they include.
     pub fn files(&self, isa: Isa) -> Vec<SourceFile> {
-        let prelude = format!("{}#include \"kiln_nest.h\"\n", kernels::vector::prelude(isa));
         let mut sources = kernels::vector::headers();
         sources.push(SourceFile::new("kiln_nest.h", include_str!("c/kiln_nest.h")));
         sources.push(SourceFile::new("kiln_calls.h", include_str!("c/kiln_calls.h")));
@@ -172,7 +171,7 @@ impl Functions {
                     fits
                 };
                 let end = rest.iter().take_while(|function| fits(function)).count();
-                let text = self.file(part, &prelude, &rest[..end]);
+                let text = self.file(part, isa, &rest[..end]);
                 let kind = if from_template { "" } else { "_loops" };
                 sources.push(SourceFile::new(format!("{}{kind}_{count}.c", part.file()), text));
                 rest.drain(..end);
@@ -183,8 +182,8 @@ impl Functions {
     }
 
     /// One file. It declares exactly the functions that its functions call.
-    fn file(&self, part: FileGroup, prelude: &str, functions: &[&Function]) -> String {
-        let mut text = format!("/* {} */\n{prelude}", part.comment());
+    fn file(&self, part: FileGroup, isa: Isa, functions: &[&Function]) -> String {
+        let mut text = String::new();
         let mut called: Vec<&String> = functions.iter().flat_map(|function| &function.helpers).collect();
         called.sort_unstable();
         called.dedup();
@@ -194,7 +193,11 @@ impl Functions {
         for function in functions {
             let _ = write!(text, "\n{}", function.text);
         }
-        text
+        let prelude = kernels::vector::prelude(isa, &text);
+        format!(
+            "/* {} */\n{prelude}#include \"kiln_nest.h\"\n{text}",
+            part.comment()
+        )
     }
 }
 

@@ -52,21 +52,21 @@ pub fn step(kernels: &[KernelText], isa: Isa) -> Vec<SourceFile> {
         .iter()
         .map(|kernel| format!("{}\n", kernel.prototype))
         .collect();
-    let prelude = vector::prelude(isa);
+    let source = |text: &str| vector::prelude(isa, text) + text;
     let entry = format!(
-        "{prelude}{signature}{declared}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
+        "{signature}{declared}\nint kiln_step(const kiln_runtime *rt, void *const *inputs, void \
          *const *outputs, void *arena,\n              const uint64_t *scalars) {{\n{calls}    return 0;\n}}\n",
     );
     let mut files = vector::headers();
-    files.push(SourceFile::new("step.c", entry));
+    files.push(SourceFile::new("step.c", source(&entry)));
     // Several files, so that compiler processes can share the work.
     for (index, some) in kernels.chunks(KERNELS_IN_A_FILE).enumerate() {
         let sources: String = some.iter().map(|kernel| format!("{}\n", kernel.source)).collect();
         files.push(SourceFile::new(
             format!("kernels{index}.c"),
-            format!("{prelude}{prototypes}\n{sources}"),
+            source(&format!("{prototypes}\n{sources}")),
         ));
     }
-    files.push(SourceFile::new("helpers.c", format!("{prelude}\n{definitions}")));
+    files.push(SourceFile::new("helpers.c", source(&definitions)));
     files
 }

@@ -4,6 +4,8 @@
 //! here. Functions are named by type and operation: `vf_exp` takes and returns a vector of floats, `sf_exp`
 //! one float with the same bits that a lane would have.
 
+use std::fmt::Write as _;
+
 use crate::build::SourceFile;
 use crate::isa::Isa;
 
@@ -21,11 +23,43 @@ pub fn headers() -> Vec<SourceFile> {
     ]
 }
 
-/// The beginning of a generated source: the width, then the headers.
-pub fn prelude(isa: Isa) -> String {
-    format!(
-        "#define KILN_LANES {}\n#define KILN_FMA {}\n#include \"kiln_runtime.h\"\n#include \"kiln_math.h\"\n",
+/// Sections of the headers, each with parts of names: a source in which one of these occurs has the section. To
+/// have one in vain costs a few milliseconds of the compiler; what a source lacks, the linker misses
+/// (`Toolchain::build`).
+const SECTIONS: [(&str, &[&str]); 13] = [
+    ("F64", &["f64", "shortened"]),
+    ("I16", &["i16"]),
+    ("I8", &["i8"]),
+    ("U64", &["u64"]),
+    ("U16", &["u16"]),
+    ("U8", &["u8"]),
+    ("BOOL", &["bool"]),
+    ("HALF", &["f16"]),
+    ("QUOTIENTS", &["div_", "rem_", "pow_", "shl_", "shr_"]),
+    ("CASTS", &["_to_"]),
+    ("FOLDS", &["fold_"]),
+    ("RANDOM", &["uniform", "normal", "random", "vu_multiply"]),
+    (
+        "MATH",
+        &[
+            "exp", "log", "tan", "sigmoid", "erf", "sin", "cos", "pow", "power", "floor", "ceil", "trunc",
+            "round", "rem_", "normal", "fabs", "fmod", "rint",
+        ],
+    ),
+];
+
+/// The beginning of the source `text`: the width, then the headers with the sections that it needs.
+pub fn prelude(isa: Isa, text: &str) -> String {
+    let mut prelude = format!(
+        "#define KILN_LANES {}\n#define KILN_FMA {}\n#define KILN_LEAN\n",
         lanes(isa),
         u8::from(isa.has_fma())
-    )
+    );
+    for (section, names) in SECTIONS {
+        if names.iter().any(|name| text.contains(name)) {
+            let _ = writeln!(prelude, "#define KILN_HAS_{section}");
+        }
+    }
+    prelude.push_str("#include \"kiln_runtime.h\"\n#include \"kiln_math.h\"\n");
+    prelude
 }

@@ -8,11 +8,80 @@
 #ifndef KILN_NEST_H
 #define KILN_NEST_H
 
-#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include "kiln_runtime.h"
 #include "kiln_math.h"
+
+#ifndef KILN_LEAN
+#define KILN_HAS_F64
+#define KILN_HAS_I16
+#define KILN_HAS_I8
+#define KILN_HAS_U64
+#define KILN_HAS_U16
+#define KILN_HAS_U8
+#define KILN_HAS_BOOL
+#define KILN_HAS_HALF
+#define KILN_HAS_QUOTIENTS
+#define KILN_HAS_CASTS
+#define KILN_HAS_FOLDS
+#define KILN_HAS_RANDOM
+#endif
+/* What sections need of others. */
+#if defined(KILN_HAS_BOOL) && !defined(KILN_HAS_U8)
+#define KILN_HAS_U8
+#endif
+#if defined(KILN_HAS_U8) && !defined(KILN_HAS_I8)
+#define KILN_HAS_I8
+#endif
+#if defined(KILN_HAS_HALF) && !defined(KILN_HAS_U16)
+#define KILN_HAS_U16
+#endif
+#if defined(KILN_HAS_U16) && !defined(KILN_HAS_I16)
+#define KILN_HAS_I16
+#endif
+#if defined(KILN_HAS_RANDOM) && !defined(KILN_HAS_U64)
+#define KILN_HAS_U64
+#endif
+
+#ifndef INFINITY
+#define INFINITY KILN_INF
+#endif
+#ifndef NAN
+#define NAN KILN_NAN
+#endif
+
+/* M(..) for the types that this source has. */
+#ifdef KILN_HAS_F64
+#define KILN_F64(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_F64(M, ...)
+#endif
+#ifdef KILN_HAS_I16
+#define KILN_I16(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_I16(M, ...)
+#endif
+#ifdef KILN_HAS_I8
+#define KILN_I8(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_I8(M, ...)
+#endif
+#ifdef KILN_HAS_U64
+#define KILN_U64(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_U64(M, ...)
+#endif
+#ifdef KILN_HAS_U16
+#define KILN_U16(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_U16(M, ...)
+#endif
+#ifdef KILN_HAS_U8
+#define KILN_U8(M, ...) M(__VA_ARGS__)
+#else
+#define KILN_U8(M, ...)
+#endif
 
 /* Asks for a line that is read soon, which may lie behind the end of the memory. With 512 bytes steps of vit_small took
  * 1.02 of the time, with 2,048 and 4,096 the same. Vectors of 16 bytes would ask four times for each line. */
@@ -57,15 +126,15 @@
     KILN_INLINE T get_##S(const T *p) { return *p; }                                                        \
     KILN_INLINE void put_##S(T *p, T x) { *p = x; }
 
-KILN_TYPE(double, f64)
+KILN_F64(KILN_TYPE, double, f64)
 KILN_TYPE(int64_t, i64)
 KILN_TYPE(int32_t, i32)
-KILN_TYPE(int16_t, i16)
-KILN_TYPE(int8_t, i8)
-KILN_TYPE(uint64_t, u64)
+KILN_I16(KILN_TYPE, int16_t, i16)
+KILN_I8(KILN_TYPE, int8_t, i8)
+KILN_U64(KILN_TYPE, uint64_t, u64)
 KILN_TYPE(uint32_t, u32)
-KILN_TYPE(uint16_t, u16)
-KILN_TYPE(uint8_t, u8)
+KILN_U16(KILN_TYPE, uint16_t, u16)
+KILN_U8(KILN_TYPE, uint8_t, u8)
 KILN_TYPE(float, f32)
 
 /* The first n lanes, as a mask. */
@@ -77,18 +146,19 @@ KILN_INLINE v_i32 lanes(int64_t n) { return iota_i32() < set_i32((int32_t)n); }
         v_##I m = __builtin_convertvector(mask, v_##I);                                                     \
         return (v_##S)((m & (v_##I)a) | (~m & (v_##I)b));                                                   \
     }
-KILN_SELECT(f64, i64)
+KILN_F64(KILN_SELECT, f64, i64)
 KILN_SELECT(f32, i32)
 KILN_SELECT(i64, i64)
 KILN_SELECT(i32, i32)
-KILN_SELECT(i16, i16)
-KILN_SELECT(i8, i8)
-KILN_SELECT(u64, i64)
+KILN_I16(KILN_SELECT, i16, i16)
+KILN_I8(KILN_SELECT, i8, i8)
+KILN_U64(KILN_SELECT, u64, i64)
 KILN_SELECT(u32, i32)
-KILN_SELECT(u16, i16)
-KILN_SELECT(u8, i8)
+KILN_U16(KILN_SELECT, u16, i16)
+KILN_U8(KILN_SELECT, u8, i8)
 KILN_INLINE v_i32 sel_bool(v_i32 mask, v_i32 a, v_i32 b) { return (mask & a) | (~mask & b); }
 
+#ifdef KILN_HAS_BOOL
 /* Truth values are bytes in memory. */
 KILN_INLINE v_i32 set_bool(int x) { return set_i32(-(x != 0)); }
 KILN_INLINE v_i32 bool_of_bytes(v_u8 v) { return __builtin_convertvector((v_i8)(v != 0), v_i32); }
@@ -102,6 +172,7 @@ KILN_INLINE void stn_bool(uint8_t *p, v_i32 v, int64_t n) { stn_u8(p, bytes_of_b
 KILN_INLINE void sts_bool(uint8_t *p, int64_t stride, v_i32 v, int64_t n) { sts_u8(p, stride, bytes_of_bool(v), n); }
 KILN_INLINE int get_bool(const uint8_t *p) { return *p != 0; }
 KILN_INLINE void put_bool(uint8_t *p, int x) { *p = x != 0; }
+#endif
 
 /* The half types are memory formats; registers hold f32. */
 #define KILN_HALF(S)                                                                                        \
@@ -126,8 +197,10 @@ KILN_INLINE void put_bool(uint8_t *p, int x) { *p = x != 0; }
     KILN_INLINE void put_##S(uint16_t *p, float x) { *p = S##_from_sf(x); }                                 \
     KILN_INLINE float s_round_##S(float x) { return sf_from_##S(S##_from_sf(x)); }                          \
     KILN_INLINE v_f32 v_round_##S(v_f32 x) { return widen_##S(narrow_##S(x)); }
+#ifdef KILN_HAS_HALF
 KILN_HALF(f16)
 KILN_HALF(bf16)
+#endif
 
 /* An operation on vectors as the operation on each lane. */
 #define KILN_LANEWISE1(OP, R, S, TR, TS)                                                                    \
@@ -149,6 +222,7 @@ KILN_HALF(bf16)
 
 /* ---- floats ---- */
 
+#ifdef KILN_HAS_F64
 /* An f64 on its way to 16 bits, cut to 13 significant bits of which the last says whether a digit was cut off (rounding
  * to odd): f32 has all of these, so that the result is rounded once (kiln_graph::rounding). */
 KILN_INLINE float s_shortened(double x) {
@@ -173,9 +247,10 @@ KILN_INLINE float s_shortened_u64(uint64_t x) {
 KILN_INLINE float s_shortened_i32(int32_t x) { return s_shortened((double)x); }
 KILN_INLINE float s_shortened_u32(uint32_t x) { return s_shortened((double)x); }
 KILN_LANEWISE1(shortened_i64, f32, i64, float, int64_t)
-KILN_LANEWISE1(shortened_u64, f32, u64, float, uint64_t)
+KILN_U64(KILN_LANEWISE1, shortened_u64, f32, u64, float, uint64_t)
 KILN_INLINE v_f32 v_shortened_i32(v_i32 x) { return v_shortened(__builtin_convertvector(x, v_f64)); }
 KILN_INLINE v_f32 v_shortened_u32(v_u32 x) { return v_shortened(__builtin_convertvector(x, v_f64)); }
+#endif
 
 #define KILN_FLOAT(S, T, F)                                                                                 \
     KILN_INLINE T s_sign_##S(T x) { return x != x ? x : (T)((x > 0) - (x < 0)); }                           \
@@ -197,8 +272,30 @@ KILN_INLINE v_f32 v_shortened_u32(v_u32 x) { return v_shortened(__builtin_conver
     }                                                                                                       \
     KILN_INLINE T s_recip_##S(T x) { return 1 / x; }                                                        \
     KILN_INLINE v_##S v_recip_##S(v_##S x) { return set_##S(1) / x; }                                       \
+    KILN_INLINE T s_rsqrt_##S(T x) { return 1 / __builtin_sqrt##F(x); }                                     \
+    KILN_INLINE int s_is_nan_##S(T x) { return x != x; }                                                    \
+    KILN_INLINE int s_is_inf_##S(T x) { return __builtin_fabs##F(x) == (T)INFINITY; }                       \
+    KILN_INLINE v_i32 v_is_nan_##S(v_##S x) { return __builtin_convertvector(x != x, v_i32); }              \
+    KILN_INLINE v_i32 v_is_inf_##S(v_##S x) {                                                               \
+        return __builtin_convertvector(v_abs_##S(x) == set_##S((T)INFINITY), v_i32);                        \
+    }
+#define KILN_ABS_f32(x) ((v_f32)((v_i32)(x) & 0x7fffffff))
+#define KILN_ABS_f64(x) ((v_f64)((v_i64)(x) & 0x7fffffffffffffffLL))
+KILN_FLOAT(f32, float, f)
+KILN_F64(KILN_FLOAT, f64, double, )
+
+KILN_INLINE float s_sqrt_f32(float x) { return __builtin_sqrtf(x); }
+KILN_INLINE v_f32 v_sqrt_f32(v_f32 x) { return vf_sqrt(x); }
+KILN_INLINE v_f32 v_rsqrt_f32(v_f32 x) { return set_f32(1) / vf_sqrt(x); }
+#ifdef KILN_HAS_F64
+KILN_INLINE double s_sqrt_f64(double x) { return __builtin_sqrt(x); }
+KILN_LANEWISE1(sqrt_f64, f64, f64, double, double)
+KILN_LANEWISE1(rsqrt_f64, f64, f64, double, double)
+#endif
+
+#ifdef KILN_HAS_MATH
+#define KILN_FUNCTIONS(S, T, F)                                                                             \
     KILN_INLINE T s_sigmoid_##S(T x) { return 1 / (1 + exp##F(-x)); }                                       \
-    KILN_INLINE T s_rsqrt_##S(T x) { return 1 / sqrt##F(x); }                                               \
     KILN_INLINE T s_rem_##S(T a, T b) {                                                                     \
         T rest = fmod##F(a, b);                                                                             \
         return rest != 0 && (rest < 0) != (b < 0) ? rest + b : rest;                                        \
@@ -206,22 +303,16 @@ KILN_INLINE v_f32 v_shortened_u32(v_u32 x) { return v_shortened(__builtin_conver
     KILN_INLINE T s_pow_##S(T a, T b) { return pow##F(a, b); }                                              \
     KILN_INLINE T s_atan2_##S(T a, T b) { return atan2##F(a, b); }                                          \
     KILN_INLINE T s_round_##S(T x) { return rint##F(x); }                                                   \
-    KILN_INLINE int s_is_nan_##S(T x) { return x != x; }                                                    \
-    KILN_INLINE int s_is_inf_##S(T x) { return __builtin_fabs##F(x) == (T)INFINITY; }                       \
-    KILN_INLINE v_i32 v_is_nan_##S(v_##S x) { return __builtin_convertvector(x != x, v_i32); }              \
-    KILN_INLINE v_i32 v_is_inf_##S(v_##S x) {                                                               \
-        return __builtin_convertvector(v_abs_##S(x) == set_##S((T)INFINITY), v_i32);                        \
-    }                                                                                                       \
     KILN_LANEWISE2(rem_##S, S, T)                                                                           \
     KILN_LANEWISE2(atan2_##S, S, T)                                                                         \
     KILN_LANEWISE1(round_##S, S, S, T, T)
-#define KILN_ABS_f32(x) ((v_f32)((v_i32)(x) & 0x7fffffff))
-#define KILN_ABS_f64(x) ((v_f64)((v_i64)(x) & 0x7fffffffffffffffLL))
-KILN_FLOAT(f32, float, f)
-KILN_FLOAT(f64, double, )
+KILN_FUNCTIONS(f32, float, f)
+KILN_F64(KILN_FUNCTIONS, f64, double, )
 
 #define KILN_LIBM(OP)                                                                                       \
     KILN_INLINE float s_##OP##_f32(float x) { return OP##f(x); }                                            \
+    KILN_F64(KILN_LIBM_F64, OP)
+#define KILN_LIBM_F64(OP)                                                                                   \
     KILN_INLINE double s_##OP##_f64(double x) { return OP(x); }                                             \
     KILN_LANEWISE1(OP##_f64, f64, f64, double, double)
 #define KILN_LIBM_LANES(OP) KILN_LANEWISE1(OP##_f32, f32, f32, float, float)
@@ -229,7 +320,6 @@ KILN_LIBM(exp)
 KILN_LIBM(expm1)
 KILN_LIBM(log)
 KILN_LIBM(log1p)
-KILN_LIBM(sqrt)
 KILN_LIBM(sin)
 KILN_LIBM(cos)
 KILN_LIBM(tan)
@@ -258,9 +348,8 @@ KILN_LIBM_LANES(atanh)
 KILN_LIBM_LANES(floor)
 KILN_LIBM_LANES(ceil)
 KILN_LIBM_LANES(trunc)
-KILN_LANEWISE1(sigmoid_f64, f64, f64, double, double)
-KILN_LANEWISE1(rsqrt_f64, f64, f64, double, double)
-KILN_LANEWISE2(pow_f64, f64, double)
+KILN_F64(KILN_LANEWISE1, sigmoid_f64, f64, f64, double, double)
+KILN_F64(KILN_LANEWISE2, pow_f64, f64, double)
 
 KILN_INLINE v_f32 v_exp_f32(v_f32 x) { return vf_exp(x); }
 KILN_INLINE v_f32 v_expm1_f32(v_f32 x) { return vf_expm1(x); }
@@ -272,8 +361,6 @@ KILN_INLINE v_f32 v_tanh_f32(v_f32 x) { return vf_tanh(x); }
 KILN_INLINE v_f32 v_erf_f32(v_f32 x) { return vf_erf(x); }
 KILN_INLINE v_f32 v_sigmoid_f32(v_f32 x) { return vf_sigmoid(x); }
 KILN_INLINE v_f32 v_pow_f32(v_f32 x, v_f32 y) { return vf_pow(x, y); }
-KILN_INLINE v_f32 v_sqrt_f32(v_f32 x) { return vf_sqrt(x); }
-KILN_INLINE v_f32 v_rsqrt_f32(v_f32 x) { return set_f32(1) / vf_sqrt(x); }
 
 /* exp(log(u) * s), which at s = -1 is a division: programs write 1 / (1 + exp(-x)) so. */
 KILN_INLINE v_f32 v_power_of_f32(v_f32 u, float s) {
@@ -284,6 +371,7 @@ KILN_INLINE float s_power_of_f32(float u, float s) {
     if (s != -1.0f) return v_power_of_f32(set_f32(u), s)[0];
     return u < 0 ? NAN : 1 / (u + 0.0f);
 }
+#endif
 
 /* ---- integers ---- */
 
@@ -294,6 +382,20 @@ KILN_INLINE float s_power_of_f32(float u, float s) {
     KILN_INLINE T s_min_##S(T a, T b) { return a < b ? a : b; }                                             \
     KILN_INLINE v_##S v_max_##S(v_##S a, v_##S b) { return sel_##S(__builtin_convertvector(a > b, v_i32), a, b); } \
     KILN_INLINE v_##S v_min_##S(v_##S a, v_##S b) { return sel_##S(__builtin_convertvector(a < b, v_i32), a, b); } \
+    KILN_LANEWISE1(abs_##S, S, S, T, T)                                                                     \
+    KILN_LANEWISE1(sign_##S, S, S, T, T)
+KILN_INTEGER(i64, int64_t, uint64_t, 1)
+KILN_INTEGER(i32, int32_t, uint32_t, 1)
+KILN_I16(KILN_INTEGER, i16, int16_t, uint16_t, 1)
+KILN_I8(KILN_INTEGER, i8, int8_t, uint8_t, 1)
+KILN_U64(KILN_INTEGER, u64, uint64_t, uint64_t, 0)
+KILN_INTEGER(u32, uint32_t, uint32_t, 0)
+KILN_U16(KILN_INTEGER, u16, uint16_t, uint16_t, 0)
+KILN_U8(KILN_INTEGER, u8, uint8_t, uint8_t, 0)
+
+#ifdef KILN_HAS_QUOTIENTS
+/* Quotients, powers and shifts. */
+#define KILN_QUOTIENTS(S, T, U, SIGNED)                                                                     \
     KILN_INLINE T s_div_##S(T a, T b) { return b == 0 ? 0 : SIGNED && b == (T)-1 ? (T)(0 - (U)a) : (T)(a / b); } \
     KILN_INLINE T s_rem_##S(T a, T b) {                                                                     \
         if (b == 0 || (SIGNED && b == (T)-1)) return 0;                                                     \
@@ -315,36 +417,39 @@ KILN_INLINE float s_power_of_f32(float u, float s) {
     KILN_INLINE T s_shr_##S(T a, T b) {                                                                     \
         return (uint64_t)b >= 8 * sizeof(T) ? (T)(SIGNED && a < (T)0 ? -1 : 0) : (T)(a >> b);               \
     }                                                                                                       \
-    KILN_LANEWISE1(abs_##S, S, S, T, T)                                                                     \
-    KILN_LANEWISE1(sign_##S, S, S, T, T)                                                                    \
     KILN_LANEWISE2(div_##S, S, T)                                                                           \
     KILN_LANEWISE2(rem_##S, S, T)                                                                           \
     KILN_LANEWISE2(pow_##S, S, T)                                                                           \
     KILN_LANEWISE2(shl_##S, S, T)                                                                           \
     KILN_LANEWISE2(shr_##S, S, T)
-KILN_INTEGER(i64, int64_t, uint64_t, 1)
-KILN_INTEGER(i32, int32_t, uint32_t, 1)
-KILN_INTEGER(i16, int16_t, uint16_t, 1)
-KILN_INTEGER(i8, int8_t, uint8_t, 1)
-KILN_INTEGER(u64, uint64_t, uint64_t, 0)
-KILN_INTEGER(u32, uint32_t, uint32_t, 0)
-KILN_INTEGER(u16, uint16_t, uint16_t, 0)
-KILN_INTEGER(u8, uint8_t, uint8_t, 0)
+KILN_QUOTIENTS(i64, int64_t, uint64_t, 1)
+KILN_QUOTIENTS(i32, int32_t, uint32_t, 1)
+KILN_I16(KILN_QUOTIENTS, i16, int16_t, uint16_t, 1)
+KILN_I8(KILN_QUOTIENTS, i8, int8_t, uint8_t, 1)
+KILN_U64(KILN_QUOTIENTS, u64, uint64_t, uint64_t, 0)
+KILN_QUOTIENTS(u32, uint32_t, uint32_t, 0)
+KILN_U16(KILN_QUOTIENTS, u16, uint16_t, uint16_t, 0)
+KILN_U8(KILN_QUOTIENTS, u8, uint8_t, uint8_t, 0)
+#endif
 
+#ifdef KILN_HAS_CASTS
 /* Float to integer: toward zero, saturating, NaN is 0. */
 #define KILN_TO_INTEGER(S, T, MIN, MAX)                                                                     \
-    KILN_INLINE T s_f64_to_##S(double x) { return x != x ? 0 : x >= (double)MAX ? MAX : x <= (double)MIN ? MIN : (T)x; } \
     KILN_INLINE T s_f32_to_##S(float x) { return x != x ? 0 : x >= (float)MAX ? MAX : x <= (float)MIN ? MIN : (T)x; } \
-    KILN_LANEWISE1(f64_to_##S, S, f64, T, double)                                                           \
-    KILN_LANEWISE1(f32_to_##S, S, f32, T, float)
+    KILN_LANEWISE1(f32_to_##S, S, f32, T, float)                                                            \
+    KILN_F64(KILN_F64_TO_INTEGER, S, T, MIN, MAX)
+#define KILN_F64_TO_INTEGER(S, T, MIN, MAX)                                                                 \
+    KILN_INLINE T s_f64_to_##S(double x) { return x != x ? 0 : x >= (double)MAX ? MAX : x <= (double)MIN ? MIN : (T)x; } \
+    KILN_LANEWISE1(f64_to_##S, S, f64, T, double)
 KILN_TO_INTEGER(i64, int64_t, INT64_MIN, INT64_MAX)
 KILN_TO_INTEGER(i32, int32_t, INT32_MIN, INT32_MAX)
-KILN_TO_INTEGER(i16, int16_t, INT16_MIN, INT16_MAX)
-KILN_TO_INTEGER(i8, int8_t, INT8_MIN, INT8_MAX)
-KILN_TO_INTEGER(u64, uint64_t, 0, UINT64_MAX)
+KILN_I16(KILN_TO_INTEGER, i16, int16_t, INT16_MIN, INT16_MAX)
+KILN_I8(KILN_TO_INTEGER, i8, int8_t, INT8_MIN, INT8_MAX)
+KILN_U64(KILN_TO_INTEGER, u64, uint64_t, 0, UINT64_MAX)
 KILN_TO_INTEGER(u32, uint32_t, 0, UINT32_MAX)
-KILN_TO_INTEGER(u16, uint16_t, 0, UINT16_MAX)
-KILN_TO_INTEGER(u8, uint8_t, 0, UINT8_MAX)
+KILN_U16(KILN_TO_INTEGER, u16, uint16_t, 0, UINT16_MAX)
+KILN_U8(KILN_TO_INTEGER, u8, uint8_t, 0, UINT8_MAX)
+#endif
 
 KILN_INLINE int64_t clamp_index(int64_t i, int64_t extent) { return i < 0 ? 0 : i >= extent ? extent - 1 : i; }
 KILN_INLINE v_i64 v_clamp_index(v_i64 i, int64_t extent) {
@@ -353,6 +458,7 @@ KILN_INLINE v_i64 v_clamp_index(v_i64 i, int64_t extent) {
 
 /* ---- lanes to one value: halves onto each other, always in this order ---- */
 
+#ifdef KILN_HAS_FOLDS
 #define KILN_FOLD(OP, S, T, EXPR)                                                                           \
     KILN_INLINE T fold_##OP##_##S(v_##S v) {                                                                \
         T t[KILN_LANES];                                                                                    \
@@ -369,16 +475,16 @@ KILN_INLINE v_i64 v_clamp_index(v_i64 i, int64_t extent) {
     KILN_FOLD(prod, S, T, (T)(a * b))                                                                       \
     KILN_FOLD(max, S, T, s_max_##S(a, b))                                                                   \
     KILN_FOLD(min, S, T, s_min_##S(a, b))
-KILN_FOLDS(f64, double)
+KILN_F64(KILN_FOLDS, f64, double)
 KILN_FOLDS(f32, float)
 KILN_FOLDS(i64, int64_t)
 KILN_FOLDS(i32, int32_t)
-KILN_FOLDS(i16, int16_t)
-KILN_FOLDS(i8, int8_t)
-KILN_FOLDS(u64, uint64_t)
+KILN_I16(KILN_FOLDS, i16, int16_t)
+KILN_I8(KILN_FOLDS, i8, int8_t)
+KILN_U64(KILN_FOLDS, u64, uint64_t)
 KILN_FOLDS(u32, uint32_t)
-KILN_FOLDS(u16, uint16_t)
-KILN_FOLDS(u8, uint8_t)
+KILN_U16(KILN_FOLDS, u16, uint16_t)
+KILN_U8(KILN_FOLDS, u8, uint8_t)
 KILN_INLINE int fold_any_bool(v_i32 v) {
     for (int l = 0; l < KILN_LANES; l++) if (v[l]) return 1;
     return 0;
@@ -387,9 +493,11 @@ KILN_INLINE int fold_all_bool(v_i32 v) {
     for (int l = 0; l < KILN_LANES; l++) if (!v[l]) return 0;
     return 1;
 }
+#endif
 
 /* ---- random numbers: Philox4x32-10 ---- */
 
+#ifdef KILN_HAS_RANDOM
 typedef struct { uint32_t w[4]; } kiln_block;
 KILN_INLINE kiln_block philox(uint64_t seed, uint64_t stream, uint64_t block) {
     uint32_t c0 = (uint32_t)block, c1 = (uint32_t)(block >> 32), c2 = (uint32_t)stream, c3 = (uint32_t)(stream >> 32);
@@ -424,6 +532,7 @@ KILN_INLINE float uniform_f16(uint64_t seed, uint64_t stream, int64_t i) {
 KILN_INLINE float uniform_bf16(uint64_t seed, uint64_t stream, int64_t i) {
     return (float)(random_word(seed, stream, i) >> 24) * 0x1p-8f;
 }
+#ifdef KILN_HAS_MATH
 KILN_INLINE double normal_of(double u1, double u2, int64_t i) {
     double radius = sqrt(-2.0 * log(1.0 - u1)), angle = 6.283185307179586476925286766559 * u2;
     return radius * (i % 2 ? sin(angle) : cos(angle));
@@ -436,6 +545,7 @@ KILN_INLINE float normal_f32(uint64_t seed, uint64_t stream, int64_t i) {
     int64_t first = i & ~(int64_t)1;
     return (float)normal_of(uniform_f32(seed, stream, first), uniform_f32(seed, stream, first + 1), i);
 }
+#endif
 KILN_INLINE int64_t random_range(uint64_t seed, uint64_t stream, int64_t i, int64_t low, int64_t high) {
     if (high <= low) return low;
     return (int64_t)((uint64_t)low + random_wide(seed, stream, i) % ((uint64_t)high - (uint64_t)low));
@@ -476,5 +586,6 @@ KILN_INLINE v_f32 v_uniform_f32(uint64_t seed, uint64_t stream, int64_t i) {
     vf_store(t + KILN_LANES, vf_uniform_aligned(seed, stream, i - i % 4 + KILN_LANES));
     return ld_f32(t + i % 4);
 }
+#endif
 
 #endif

@@ -11,10 +11,27 @@
 
 #include "kiln_vector.h"
 
+/* To read all that there is takes a compiler as long as to compile a short source. One that defines KILN_LEAN has the
+ * sections alone that it names with the macros KILN_HAS_..; any other has all. */
+#if !defined(KILN_LEAN) || defined(KILN_HAS_MATH)
+#ifndef KILN_HAS_MATH
+#define KILN_HAS_MATH
+#endif
 #include <math.h>
+#endif
 
 #define KILN_INF __builtin_inff()
 #define KILN_NAN __builtin_nanf("")
+
+/* 1.5 ULP. */
+KILN_INLINE vf vf_rsqrt(vf x) { return 1.0f / vf_sqrt(x); }
+
+/* One value at a time, with the same bits as a lane of what is named alike. */
+#define KILN_SCALAR(NAME) KILN_INLINE float sf_##NAME(float x) { return vf_##NAME(vf_set1(x))[0]; }
+KILN_SCALAR(sqrt)
+KILN_SCALAR(rsqrt)
+
+#ifdef KILN_HAS_MATH
 
 /* x * 2^n for n in [-252, 254], in two factors, so that subnormal results are rounded once. */
 KILN_INLINE vf vf_scale(vf x, vi n) {
@@ -248,9 +265,6 @@ KILN_INLINE vf vf_cos(vf x) {
     return y;
 }
 
-/* 1.5 ULP. */
-KILN_INLINE vf vf_rsqrt(vf x) { return 1.0f / vf_sqrt(x); }
-
 /* log2 of a positive finite double, to 1e-14. */
 KILN_INLINE vd vd_log2(vd x) {
     vl bits = (vl)x - 0x3fe6a09e667f3bcdLL;
@@ -315,8 +329,6 @@ KILN_INLINE vf vf_pow(vf x, vf y) {
     return vf_select((x == 1.0f) | (y == 0.0f), one, r);
 }
 
-/* One value at a time, with the same bits as a lane of the above. */
-#define KILN_SCALAR(NAME) KILN_INLINE float sf_##NAME(float x) { return vf_##NAME(vf_set1(x))[0]; }
 KILN_SCALAR(exp)
 KILN_SCALAR(expm1)
 KILN_SCALAR(log)
@@ -326,9 +338,8 @@ KILN_SCALAR(sigmoid)
 KILN_SCALAR(erf)
 KILN_SCALAR(sin)
 KILN_SCALAR(cos)
-KILN_SCALAR(sqrt)
-KILN_SCALAR(rsqrt)
-#undef KILN_SCALAR
 KILN_INLINE float sf_pow(float x, float y) { return vf_pow(vf_set1(x), vf_set1(y))[0]; }
+#endif
+#undef KILN_SCALAR
 
 #endif
