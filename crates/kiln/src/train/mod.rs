@@ -387,10 +387,15 @@ where
         let Some((model, optim)) = self.trained.take() else {
             return Ok(());
         };
-        if shares_cells {
+        if let Some(cells) = self.cells.as_ref().filter(|_| shares_cells) {
             // A clone that ran in training mode has left updates in the cells: they become the cells'
-            // values, which ends the replay.
+            // values.
             drop(model.valid());
+            // That ends the replay, also where the program still has the tensors from before.
+            let found = places::in_cells::<B, M>(&*model, cells);
+            if let Some(replaced) = self.variants.replaced(&found) {
+                self.variants.watch().trip(replaced);
+            }
         }
         if !lent {
             self.trained = Some((model, optim));

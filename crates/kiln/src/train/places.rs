@@ -38,6 +38,19 @@ pub(super) fn of_model<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<
         .collect()
 }
 
+/// The tensors that are in `cells` of `model`, in the order of its visit.
+pub(super) fn in_cells<B: TrainBackend, M: AutodiffModule<B>>(model: &M, cells: &Cells) -> Vec<Found> {
+    let mut names = Names {
+        only: Some(cells),
+        ..Names::default()
+    };
+    model.visit(&mut names);
+    let tensors = names.tensors.into_iter();
+    tensors
+        .filter_map(|(name, id)| Some(Found { name, id: id? }))
+        .collect()
+}
+
 /// Whether all parameters of `model` have values.
 pub(super) fn is_initialized<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> bool {
     Names::of::<B, M>(model)
@@ -65,21 +78,31 @@ pub(super) fn with_drawn<B: TrainBackend, M: AutodiffModule<B>>(
 }
 
 #[derive(Default)]
-struct Names {
+struct Names<'a> {
     path: Vec<String>,
+    /// Looks at these alone.
+    only: Option<&'a Cells>,
+    /// How many parameters were met.
+    position: usize,
     /// Each parameter's name and tensor, if it has one.
     tensors: Vec<(Arc<str>, Option<TensorId>)>,
     parameters: HashMap<ParamId, Arc<str>>,
 }
 
-impl Names {
+impl Names<'_> {
     fn of<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Self {
         let mut names = Self::default();
         model.visit(&mut names);
         names
     }
 
-    fn note(&mut self, parameter: ParamId, tensor: Option<TensorId>) {
+    fn note(&mut self, parameter: ParamId, tensor: impl FnOnce() -> Option<TensorId>) {
+        let position = self.position;
+        self.position += 1;
+        if self.only.is_some_and(|cells| !cells.contains(position)) {
+            return;
+        }
+        let tensor = tensor();
         let name: Arc<str> = format!("`{}`", self.path.join(".")).into();
         self.parameters.insert(parameter, name.clone());
         self.tensors.push((name, tensor));
@@ -93,7 +116,7 @@ fn id_of(input: &impl StepInput) -> Option<TensorId> {
     visitor.finish().0.first().map(|ir| ir.id)
 }
 
-impl<B: TrainBackend> ModuleVisitor<B> for Names {
+impl<B: TrainBackend> ModuleVisitor<B> for Names<'_> {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_owned());
     }
@@ -103,24 +126,21 @@ impl<B: TrainBackend> ModuleVisitor<B> for Names {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.note(
-            param.id,
-            param.is_initialized().then(|| id_of(&param.val())).flatten(),
-        );
+        self.note(param.id, || {
+            param.is_initialized().then(|| id_of(&param.val())).flatten()
+        });
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
-        self.note(
-            param.id,
-            param.is_initialized().then(|| id_of(&param.val())).flatten(),
-        );
+        self.note(param.id, || {
+            param.is_initialized().then(|| id_of(&param.val())).flatten()
+        });
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
-        self.note(
-            param.id,
-            param.is_initialized().then(|| id_of(&param.val())).flatten(),
-        );
+        self.note(param.id, || {
+            param.is_initialized().then(|| id_of(&param.val())).flatten()
+        });
     }
 }
 

@@ -17,11 +17,13 @@ use burn_core::module::AutodiffModule;
 use burn_ir::{ScalarIr, TensorId, TensorIr};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{LearningRate, SimpleOptimizer};
-use kiln_burn::record::{self, Place, Watch};
+use kiln_burn::record::binding::{InputBinding, OutputBinding, ResultBinding};
+use kiln_burn::record::{self, Bindings, Place, Watch};
 use kiln_burn::{Error, Kiln};
 use kiln_profile::Category;
 
 use super::history::Cause;
+use super::places;
 use super::plan::{Plan, Trace};
 use super::rehearsal::Rehearsal;
 use super::shards::Shards;
@@ -147,6 +149,19 @@ where
 
     fn plans_mut(&mut self) -> impl Iterator<Item = &mut Plan<L>> {
         self.list.iter_mut().filter_map(|variant| variant.plan.as_mut())
+    }
+
+    /// A tensor that a plan relies on at a place where the program has another one by now; `found` are places with
+    /// the tensors that they have.
+    pub(super) fn replaced(&self, found: &[places::Found]) -> Option<TensorId> {
+        let found: HashMap<&str, TensorId> = found.iter().map(|found| (&*found.name, found.id)).collect();
+        let relies_on = |plan: &Plan<L>| {
+            let bindings = plan.replay.bindings();
+            let mut used = used_places(bindings).map(|place| &bindings.places[place]);
+            used.find(|place| found.get(&*place.name).is_some_and(|&id| id != place.after))
+                .map(|place| place.after)
+        };
+        self.plans().find_map(relies_on)
     }
 
     /// The watch for the state of a new plan.
@@ -301,4 +316,21 @@ where
         self.plans().for_each(|plan| plan.replay.watch());
         Ok(())
     }
+}
+
+/// The places that a step reads, writes or returns.
+fn used_places(bindings: &Bindings) -> impl Iterator<Item = usize> {
+    let read = bindings.inputs.iter().filter_map(|input| match input {
+        InputBinding::State(place) | InputBinding::Unchanged(place) => Some(*place),
+        _ => None,
+    });
+    let written = bindings.outputs.iter().filter_map(|output| match output {
+        OutputBinding::State(place) | OutputBinding::Written(place) => Some(*place),
+        _ => None,
+    });
+    let returned = bindings.results.iter().filter_map(|result| match result {
+        ResultBinding::Place(place) => Some(*place),
+        _ => None,
+    });
+    read.chain(written).chain(returned)
 }

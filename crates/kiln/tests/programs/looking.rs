@@ -45,6 +45,9 @@ programs! {
     weights_read_at_every_call => Replayed,
     the_clone_runs_in_training_mode => Replayed,
     a_clone_from_before_runs_in_training_mode => Replayed,
+    statistics_move_while_a_copy_has_the_old_ones => Replayed,
+    statistics_move_between_batches_of_two_sizes => Replayed,
+    statistics_are_put_back_while_a_record_has_later_ones => Replayed,
 }
 
 fn validation_after_every_call(p: &Program) {
@@ -454,6 +457,72 @@ fn a_clone_from_before_runs_in_training_mode(p: &Program) {
         step.step(LR, p.x(call));
         if call == 6 {
             p.look("output of the copy", &copy.forward(p.x(200)));
+        }
+    }
+    p.look("validation", &step.model().valid().forward(p.x(100).inner()));
+}
+
+/// The copy that was kept as the best so far has the statistics of its time. The program then moves those of the
+/// model, by passes in training mode.
+fn statistics_move_while_a_copy_has_the_old_ones(p: &Program) {
+    let mut step = p.train(p.normed(), sgd(), |model, x: T2| energy(model.forward(x)));
+    let mut kept = None;
+    for call in 0..12 {
+        step.step(LR, p.x(call));
+        if call == 5 {
+            kept = Some(step.model().valid());
+            p.look("output in training mode", &step.model().forward(p.x(200) * 100.0));
+        }
+        if let Some(kept) = &kept {
+            p.look("the mean that was kept", &kept.norm.running_mean.value_sync());
+            p.look("the variance that was kept", &kept.norm.running_var.value_sync());
+            p.look("the mean", &step.model().valid().norm.running_mean.value_sync());
+        }
+    }
+    p.look("validation", &step.model().valid().forward(p.x(100).inner()));
+}
+
+fn statistics_move_between_batches_of_two_sizes(p: &Program) {
+    let mut step = p.train(p.normed(), sgd(), |model, x: T2| energy(model.forward(x)));
+    let mut kept = Vec::new();
+    for call in 0..16 {
+        let x = p.x(call);
+        let x = if call % 2 == 0 {
+            x
+        } else {
+            x.slice([0..EXAMPLES - 1])
+        };
+        step.step(LR, x);
+        if call == 8 || call == 11 {
+            kept.push(step.model().valid());
+            p.look("output in training mode", &step.model().forward(p.x(200) * 100.0));
+        }
+        for kept in &kept {
+            p.look("the mean that was kept", &kept.norm.running_mean.value_sync());
+        }
+    }
+    p.look("validation", &step.model().valid().forward(p.x(100).inner()));
+}
+
+fn statistics_are_put_back_while_a_record_has_later_ones(p: &Program) {
+    let mut step = p.train(p.normed(), sgd(), |model, x: T2| energy(model.forward(x)));
+    let (mut early, mut late) = (None, None);
+    for call in 0..16 {
+        step.step(LR, p.x(call));
+        match call {
+            4 => early = Some(step.model().clone().into_record()),
+            9 => {
+                late = Some(step.model().valid());
+                // The parameters are those of the clone, the statistics those of all clones.
+                early
+                    .take()
+                    .into_iter()
+                    .for_each(|record| drop(step.model().clone().load_record(record)));
+            }
+            _ => {}
+        }
+        if let Some(late) = &late {
+            p.look("later statistics", &late.norm.running_mean.value_sync());
         }
     }
     p.look("validation", &step.model().valid().forward(p.x(100).inner()));
