@@ -66,6 +66,9 @@ pub(super) enum Place {
     Input(usize),
     /// A tensor of the program, from before the call.
     Captured,
+    /// A leaf that the function made: a detached parameter, or a parameter that was drawn in the call. It is the
+    /// program's from here on, as it is.
+    Leaf,
     /// A tensor that the function computed.
     Output,
 }
@@ -94,6 +97,7 @@ impl Places {
         match self.leaves.iter().position(|leaf| leaf.node.id == id) {
             Some(index) => Place::Input(index),
             None if id.value < self.first() => Place::Captured,
+            None if Tracking::float_is_require_grad(tensor) => Place::Leaf,
             None => Place::Output,
         }
     }
@@ -212,16 +216,17 @@ pub(super) struct Inside {
     own: Vec<u64>,
     /// The numbers that were given during the trace, to other threads, too.
     all: Range<u64>,
-    /// Parameters that were drawn in the trace.
+    /// Leaves that were made in the trace and are the program's.
     except: Vec<u64>,
     /// Shapes of tensors that the function kept elsewhere.
     kept: Vec<Shape>,
 }
 
 impl Inside {
-    pub(super) fn new(own: Vec<u64>, kept: Vec<Shape>) -> Self {
+    pub(super) fn new(own: Vec<u64>, except: Vec<u64>, kept: Vec<Shape>) -> Self {
         Self {
             own,
+            except,
             kept,
             ..Self::default()
         }
@@ -448,7 +453,9 @@ impl<'a> Attach<'a> {
         let leaves = places.leaves.iter().map(|leaf| leaf.node.id.value);
         inside.own.extend(leaves);
         inside.all = places.first()..NodeId::new().value;
-        inside.except = call.inputs.iter().map(|input| input.node.id.value).collect();
+        inside
+            .except
+            .extend(call.inputs.iter().map(|input| input.node.id.value));
         Self {
             places,
             token: token(&places.inputs[0]),
@@ -471,7 +478,7 @@ impl TensorMap for Attach<'_> {
         }
         match self.places.of(&tensor) {
             Place::Input(index) => return self.places.inputs[index].clone(),
-            Place::Captured => return tensor,
+            Place::Captured | Place::Leaf => return tensor,
             Place::Output => {}
         }
         let index = self.next;
@@ -535,7 +542,7 @@ impl TensorMap for Link<'_> {
         }
         match self.places.of(&tensor) {
             Place::Input(index) => return self.places.inputs[index].clone(),
-            Place::Captured => return tensor,
+            Place::Captured | Place::Leaf => return tensor,
             Place::Output => {}
         }
         let pairs = self.places.inputs.iter().zip(&self.places.leaves);

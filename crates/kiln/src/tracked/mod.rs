@@ -152,6 +152,8 @@ struct Trace<R> {
     rest: Option<Gradients>,
     /// Numbers of the nodes of the outputs.
     nodes: Vec<u64>,
+    /// Those of leaves that the function made and returned.
+    made: Vec<u64>,
     /// Number of tensors that the forward pass reads.
     reads: usize,
     /// Whether the gradients were recorded.
@@ -177,6 +179,7 @@ fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leave
         gradients: vec![None; places.leaves.len()],
         rest: None,
         nodes: Vec::new(),
+        made: Vec::new(),
         reads: position().map_or(0, |position| position.inputs),
         differentiated: false,
     };
@@ -186,10 +189,15 @@ fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leave
     trace.differentiated = true;
     let mut sum: Option<TrackedTensor> = None;
     for (position, output) in numbered.tracked {
-        if !matches!(places.of(&output), Place::Output) {
-            continue;
+        let number = output.node.id.value;
+        match places.of(&output) {
+            Place::Output => trace.nodes.push(number),
+            Place::Leaf => {
+                trace.made.push(number);
+                continue;
+            }
+            Place::Input(_) | Place::Captured => continue,
         }
-        trace.nodes.push(output.node.id.value);
         let value = inner(output.clone());
         let tangent = value.client.zeros(value.shape(), value.dtype());
         let weighted = Tracking::float_sum(Tracking::float_mul(output, untracked(tangent.clone())));
@@ -252,6 +260,7 @@ fn compiled<R: StepInput>(
         mut gradients,
         rest,
         nodes,
+        made,
         reads,
         ..
     } = trace;
@@ -293,7 +302,7 @@ fn compiled<R: StepInput>(
     )?;
     let has_gradient = gradients.iter().map(Option::is_some).collect();
     let call = Call::new(inputs, has_gradient, outputs.len(), (step, saved));
-    let result = result.map(&mut Attach::new(places, Inside::new(nodes, kept), call));
+    let result = result.map(&mut Attach::new(places, Inside::new(nodes, made, kept), call));
     Ok(match captures {
         true => Called::Captured(result),
         false => Called::Compiled(result),

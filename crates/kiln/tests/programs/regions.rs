@@ -30,6 +30,8 @@ programs! {
     a_tracked_function_that_reads_with_batch_norm => Any,
     a_tracked_function_with_batch_norm => Any,
     a_function_that_returns_its_argument => Any,
+    a_function_that_returns_leaves_of_its_own => Any,
+    a_function_that_reads_and_returns_a_leaf_of_its_own => Any,
     a_function_of_tensors_that_coincide => Any,
     a_function_with_two_outputs => Any,
     a_function_inside_a_step => Replayed,
@@ -273,6 +275,51 @@ fn a_function_that_returns_its_argument(p: &Program) {
         let gradients = (y.clone().sum() + (same.clone() * 3.0).sum()).backward();
         p.look("results", &(y, x, same));
         p.look("gradient", &w.grad(&gradients).unwrap());
+    }
+}
+
+/// As a codebook that is compared with what was encoded: a detached parameter is a leaf again.
+fn a_function_that_returns_leaves_of_its_own(p: &Program) {
+    let mut model = p.mlp();
+    let function = p.function_of(|model: &Mlp<B>, x: T2| {
+        let weight = model.first.weight.val().detach();
+        let used = model.second.weight.val().detach();
+        let out = model.forward(x).matmul(used.clone().transpose());
+        (out, weight, used)
+    });
+    for call in 0..5 {
+        let (y, weight, used) = function.call_with(&model, p.x(call));
+        let loss = y.clone().sum() + (weight.clone() * weight.clone()).sum() + (used.clone() * 3.0).sum();
+        let gradients = loss.backward();
+        p.look("results", &(y, weight.clone(), used.clone()));
+        p.look(
+            "gradient of the weight",
+            &model.first.weight.val().grad(&gradients).unwrap(),
+        );
+        p.look("gradient of the leaf", &weight.grad(&gradients).unwrap());
+        p.look(
+            "gradient of the leaf that was used",
+            &used.grad(&gradients).unwrap(),
+        );
+        model = p.mlp();
+    }
+}
+
+fn a_function_that_reads_and_returns_a_leaf_of_its_own(p: &Program) {
+    let model = p.mlp();
+    let function = p.function_of(|model: &Mlp<B>, x: T2| {
+        let scale = x.clone().abs().max().into_scalar();
+        (model.forward(x / scale), model.first.weight.val().detach())
+    });
+    for call in 0..5 {
+        let (y, weight) = function.call_with(&model, p.x(call));
+        let gradients = (y.clone().sum() + (weight.clone() * weight.clone()).sum()).backward();
+        p.look("results", &(y, weight.clone()));
+        p.look(
+            "gradient of the weight",
+            &model.first.weight.val().grad(&gradients).unwrap(),
+        );
+        p.look("gradient of the leaf", &weight.grad(&gradients).unwrap());
     }
 }
 
