@@ -490,7 +490,7 @@ fn statistics_move_between_batches_of_two_sizes(p: &Program) {
         let x = if call % 2 == 0 {
             x
         } else {
-            x.slice([0..EXAMPLES - 1])
+            x.narrow(0, 0, EXAMPLES - 1)
         };
         step.step(LR, x);
         if call == 8 || call == 11 {
