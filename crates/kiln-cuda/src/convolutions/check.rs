@@ -390,7 +390,10 @@ fn each(axes: &[Vec<Pair>], start: Pair, take: &mut impl FnMut(Pair)) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::search::Trial;
     use super::*;
+    use crate::runtime::Device;
+    use crate::testing::FakeDriver;
 
     fn tensor(number: Number, extents: [i64; 4]) -> Tensor {
         Tensor {
@@ -452,6 +455,46 @@ mod tests {
     }
 
     /// Each of the three tasks is the same sum of products, seen from another tensor.
+    /// A plan that writes the right elements is right, unless it writes beside its result, too. It finds NaNs around
+    /// its operands, in its result and where it works.
+    #[test]
+    fn a_plan_is_tried_between_nans() {
+        let fake = FakeDriver::start(1, 64 << 20).unwrap();
+        let stream = Device::open(fake.driver(), 0).unwrap().stream().unwrap();
+        let convolution = same(Task::Forward, Number::F32, [1, 3, 2], 5, 3);
+        let trial = Trial::new(&stream, &convolution, 256).unwrap();
+        let arguments = trial.arguments();
+        let check = Check::new(&convolution);
+        let (y, start) = arguments.y;
+        let end = start + convolution.y.bytes();
+        let write = |at: usize, number: f32| stream.write(&number.to_ne_bytes(), y, at);
+        let are_nans = |(storage, at): Place<'_>, bytes: usize| {
+            let mut found = vec![0; bytes];
+            stream.read(storage, at, &mut found).unwrap();
+            found.iter().all(|&byte| byte == NANS)
+        };
+        let passes = |beside: Option<usize>| {
+            let run = || {
+                assert!(are_nans(arguments.workspace.unwrap(), 256) && are_nans(arguments.y, end - start));
+                for (tensor, (storage, at)) in [(&convolution.x, arguments.x), (&convolution.w, arguments.w)]
+                {
+                    assert!(are_nans((storage, at - 4096), 4096));
+                    assert!(are_nans((storage, at + tensor.bytes()), 4096));
+                    assert!(!are_nans((storage, at), tensor.bytes()));
+                }
+                for element in &check.elements {
+                    write(start + 4 * element.at, element.sum as f32)?;
+                }
+                beside.map_or(Ok(()), |at| write(at, 1.0))
+            };
+            check.passes(&stream, Task::Forward, &arguments, run).unwrap()
+        };
+        assert!(passes(None));
+        assert!(!passes(Some(start - 4)) && !passes(Some(end)));
+        assert!(passes(None), "what one has written does not count for the next");
+        assert!(!passes(Some(start)), "a wrong element");
+    }
+
     #[test]
     fn all_tasks_have_the_same_products() {
         let of_task = |task| {

@@ -26,7 +26,7 @@ pub use search::{Plan, PlanLimits};
 
 use crate::error::{CudaError, Result};
 use crate::libraries::Cudnn;
-use crate::runtime::{Device, Event, Stream};
+use crate::runtime::{Device, Stream};
 use crate::sys::cudnn::{CudnnFunctions, CudnnHandle, CudnnStatus};
 
 /// cuDNN on a device. Cheap to clone; clones are one.
@@ -42,21 +42,21 @@ struct Inner {
     /// The library does not allow two calls with one handle at the same time, and a plan has the handle that it
     /// was made with.
     handle: Mutex<Handle>,
-    /// The handle's stream between calls.
+    /// On which nothing is ever queued or captured.
     idle: Stream,
 }
 
-/// A handle of the library.
+/// A handle of the library, with the stream that it has.
 ///
-/// Where it is given another stream, the library looks at the one that it had. It refuses if that is captured by
-/// then, for which another thread is enough; and what is captured must not wait for what is still under way
-/// there. So a handle has a stream of its own between calls, on which nothing is ever queued or captured, and a
-/// capture begins when all that was queued with the handle is over.
+/// Where it is given another stream, the library looks at the one before. It refuses if that is captured by then,
+/// for which another thread is enough; and what is captured must not wait for what is still under way there. So a
+/// capture begins when all that was queued with the handle is over, and leaves the handle on a stream that nobody
+/// uses.
 #[derive(Debug)]
 struct Handle {
     raw: CudnnHandle,
-    /// Happens when what was queued is over.
-    queued: Option<Event>,
+    /// Kept for as long as the library may look at it.
+    stream: Stream,
 }
 
 impl Convolver {
@@ -71,14 +71,20 @@ impl Convolver {
         // SAFETY: the device's context is current; the pointer is to a handle on this stack.
         let status = unsafe { (library.functions.cudnnCreate)(&raw mut raw) };
         check(status, "cudnnCreate", || "anything on this device".into())?;
-        Ok(Self {
-            inner: Arc::new(Inner {
-                device: device.clone(),
-                library,
-                handle: Mutex::new(Handle { raw, queued: None }),
-                idle,
+        let inner = Inner {
+            device: device.clone(),
+            library,
+            handle: Mutex::new(Handle {
+                raw,
+                stream: idle.clone(),
             }),
-        })
+            idle,
+        };
+        let convolver = Self {
+            inner: Arc::new(inner),
+        };
+        convolver.set_stream(raw, &convolver.inner.idle)?;
+        Ok(convolver)
     }
 
     /// The library's version, which a [`Plan`] belongs to.
@@ -108,26 +114,28 @@ impl Convolver {
         work(handle.raw)
     }
 
-    /// As [`Self::with_handle`], for work that queues on `stream`.
-    fn queue<R>(&self, stream: &Stream, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
+    /// As [`Self::with_handle`], for work that queues on `stream`, which is not captured now or later.
+    pub(crate) fn queue<R>(&self, stream: &Stream, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
         let mut handle = self.handle();
         self.device().enter()?;
-        let done = work(handle.raw);
-        let left = self.set_stream(handle.raw, &self.inner.idle);
-        handle.queued = Some(stream.record()?);
-        done.and_then(|done| left.map(|()| done))
+        if handle.stream != *stream {
+            // Then all that was queued with the handle is over when this stream is.
+            stream.wait(&handle.stream.record()?)?;
+            self.set_stream(handle.raw, stream)?;
+            handle.stream = stream.clone();
+        }
+        work(handle.raw)
     }
 
-    /// As [`Self::with_handle`], for work that captures a stream, and no longer does when it is done.
+    /// As [`Self::with_handle`], for work that gives the handle a stream that it captures, and no longer does when
+    /// it is done.
     fn capture<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
         let mut handle = self.handle();
-        if let Some(queued) = handle.queued.take() {
-            queued.synchronize()?;
-            self.inner.idle.synchronize()?;
-        }
+        handle.stream.synchronize()?;
         self.device().enter()?;
         let done = work(handle.raw);
         let left = self.set_stream(handle.raw, &self.inner.idle);
+        handle.stream = self.inner.idle.clone();
         done.and_then(|done| left.map(|()| done))
     }
 

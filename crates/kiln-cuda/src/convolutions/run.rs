@@ -131,14 +131,15 @@ impl PreparedConvolution {
     ) -> Result<Node> {
         let capture = |handle| {
             builder.capture(after, &arguments.storages(), |stream| {
+                self.convolver.set_stream(handle, stream)?;
                 self.run_with(handle, stream, arguments)
             })
         };
         self.convolver.capture(capture).map_err(about(&self.convolution))
     }
 
-    /// Queues the convolution, for a caller that holds the handle and has it leave the stream.
-    pub(super) fn run_with(
+    /// Queues the convolution, for a caller that has the handle, whose stream is this one.
+    pub(crate) fn run_with(
         &self,
         handle: CudnnHandle,
         stream: &Stream,
@@ -178,7 +179,6 @@ impl PreparedConvolution {
         pack.addresses(attribute::PACK_DATA_POINTERS, &addresses)?;
         pack.addresses(attribute::PACK_WORKSPACE, &[workspace])?;
         pack.finalize()?;
-        self.convolver.set_stream(handle, stream)?;
         // SAFETY: every tensor's place is as large as the tensor and the working memory as large as the plan
         // says, and they are freed in the order of this stream; the library has taken what it needs of both
         // descriptors when it returns.

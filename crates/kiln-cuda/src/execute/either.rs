@@ -10,6 +10,7 @@ use crate::error::{CudaError, Result};
 use crate::kernels::PRELUDE;
 use crate::products::{PreparedProduct, Product, Trial as ProductTrial, random, time_in_turns};
 use crate::runtime::{Arguments, Launch, Module, Storage, Stream};
+use crate::sys::cudnn::CudnnHandle;
 
 /// Runs of a kernel of Kiln's own, and of the library's calls, that are timed together at most.
 const RUNS: u32 = 10;
@@ -148,10 +149,14 @@ enum Ready<'g> {
 }
 
 impl Ready<'_> {
-    fn run(&mut self, stream: &Stream) -> Result<()> {
-        match self {
-            Self::Product(product, memory) => product.run(stream, &memory.arguments()),
-            Self::Convolution(convolution, memory) => convolution.run(stream, &memory.arguments()),
+    /// Queues it on a stream, which is that of cuDNN's `handle`.
+    fn run(&mut self, stream: &Stream, handle: Option<CudnnHandle>) -> Result<()> {
+        match (self, handle) {
+            (Self::Product(product, memory), _) => product.run(stream, &memory.arguments()),
+            (Self::Convolution(convolution, memory), Some(handle)) => {
+                convolution.run_with(handle, stream, &memory.arguments())
+            }
+            (Self::Convolution(convolution, memory), None) => convolution.run(stream, &memory.arguments()),
         }
     }
 }
@@ -244,10 +249,19 @@ impl<'a> Candidate<'a> {
             arguments: given,
         };
         let mut library = self.ready(gpu)?;
-        let mut library = || library.iter_mut().try_for_each(|ready| ready.run(stream));
+        let has_convolutions = library
+            .iter()
+            .any(|ready| matches!(ready, Ready::Convolution(..)));
         // SAFETY: the kernel computes this product, from operands and into a result of its sizes.
         let mut own = || unsafe { stream.launch(&launch) };
-        let times = time_in_turns(stream, RUNS, &mut [&mut library, &mut own])?;
+        let mut timed = |handle| {
+            let mut library = || library.iter_mut().try_for_each(|ready| ready.run(stream, handle));
+            time_in_turns(stream, RUNS, &mut [&mut library, &mut own])
+        };
+        let times = match has_convolutions.then(|| gpu.convolver()).flatten() {
+            Some(convolver) => convolver.queue(stream, |handle| timed(Some(handle)))?,
+            None => timed(None)?,
+        };
         Ok(times[1] / times[0])
     }
 
