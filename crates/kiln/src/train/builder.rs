@@ -209,6 +209,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             variants,
             lent: AtomicBool::new(false),
             cells: None,
+            seen_in_cells: Vec::new(),
             rate: None,
             warned: Vec::new(),
             history: History::default(),

@@ -47,7 +47,7 @@ use std::sync::atomic::AtomicBool;
 
 use burn_backend::AutodiffBackend;
 use burn_core::module::AutodiffModule;
-use burn_ir::TensorIr;
+use burn_ir::{TensorId, TensorIr};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
 use burn_tensor::Tensor;
@@ -226,6 +226,8 @@ pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<K
     lent: AtomicBool,
     /// Which tensors of the model are in cells that clones share; none before the first call.
     cells: Option<Cells>,
+    /// What was in them when plans were last compared with it.
+    seen_in_cells: Vec<TensorId>,
     /// The learning rate of the last call; none before the first.
     rate: Option<LearningRate>,
     /// The reasons for recording that a warning has named.
@@ -392,9 +394,13 @@ where
             // values.
             drop(model.valid());
             // That ends the replay, also where the program still has the tensors from before.
-            let found = places::in_cells::<B, M>(&*model, cells);
-            if let Some(replaced) = self.variants.replaced(&found) {
-                self.variants.watch().trip(replaced);
+            let ids = places::ids_in_cells::<B, M>(&*model, cells);
+            if ids != self.seen_in_cells {
+                let found = places::in_cells::<B, M>(&*model, cells);
+                if let Some(replaced) = self.variants.replaced(&found) {
+                    self.variants.watch().trip(replaced);
+                }
+                self.seen_in_cells = ids;
             }
         }
         if !lent {

@@ -40,15 +40,58 @@ pub(super) fn of_model<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Vec<
 
 /// The tensors that are in `cells` of `model`, in the order of its visit.
 pub(super) fn in_cells<B: TrainBackend, M: AutodiffModule<B>>(model: &M, cells: &Cells) -> Vec<Found> {
-    let mut names = Names {
-        only: Some(cells),
-        ..Names::default()
-    };
-    model.visit(&mut names);
-    let tensors = names.tensors.into_iter();
-    tensors
-        .filter_map(|(name, id)| Some(Found { name, id: id? }))
+    let all = Names::of::<B, M>(model).tensors.into_iter().enumerate();
+    all.filter(|(position, _)| cells.contains(*position))
+        .filter_map(|(_, (name, id))| Some(Found { name, id: id? }))
         .collect()
+}
+
+/// The ids of [`in_cells`], without their names.
+pub(super) fn ids_in_cells<B: TrainBackend, M: AutodiffModule<B>>(model: &M, cells: &Cells) -> Vec<TensorId> {
+    let mut ids = CellIds {
+        cells,
+        position: 0,
+        ids: Vec::new(),
+    };
+    model.visit(&mut ids);
+    ids.ids
+}
+
+struct CellIds<'a> {
+    cells: &'a Cells,
+    /// How many parameters were met.
+    position: usize,
+    ids: Vec<TensorId>,
+}
+
+impl CellIds<'_> {
+    fn note(&mut self, tensor: impl FnOnce() -> Option<TensorId>) {
+        if self.cells.contains(self.position) {
+            self.ids.extend(tensor());
+        }
+        self.position += 1;
+    }
+}
+
+/// The id of a parameter's tensor, if it has one.
+macro_rules! id_in {
+    ($param:ident) => {
+        $param.is_initialized().then(|| id_of(&$param.val())).flatten()
+    };
+}
+
+impl<B: TrainBackend> ModuleVisitor<B> for CellIds<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.note(|| id_in!(param));
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        self.note(|| id_in!(param));
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        self.note(|| id_in!(param));
+    }
 }
 
 /// Whether all parameters of `model` have values.
@@ -78,31 +121,21 @@ pub(super) fn with_drawn<B: TrainBackend, M: AutodiffModule<B>>(
 }
 
 #[derive(Default)]
-struct Names<'a> {
+struct Names {
     path: Vec<String>,
-    /// Looks at these alone.
-    only: Option<&'a Cells>,
-    /// How many parameters were met.
-    position: usize,
     /// Each parameter's name and tensor, if it has one.
     tensors: Vec<(Arc<str>, Option<TensorId>)>,
     parameters: HashMap<ParamId, Arc<str>>,
 }
 
-impl Names<'_> {
+impl Names {
     fn of<B: TrainBackend, M: AutodiffModule<B>>(model: &M) -> Self {
         let mut names = Self::default();
         model.visit(&mut names);
         names
     }
 
-    fn note(&mut self, parameter: ParamId, tensor: impl FnOnce() -> Option<TensorId>) {
-        let position = self.position;
-        self.position += 1;
-        if self.only.is_some_and(|cells| !cells.contains(position)) {
-            return;
-        }
-        let tensor = tensor();
+    fn note(&mut self, parameter: ParamId, tensor: Option<TensorId>) {
         let name: Arc<str> = format!("`{}`", self.path.join(".")).into();
         self.parameters.insert(parameter, name.clone());
         self.tensors.push((name, tensor));
@@ -116,7 +149,7 @@ fn id_of(input: &impl StepInput) -> Option<TensorId> {
     visitor.finish().0.first().map(|ir| ir.id)
 }
 
-impl<B: TrainBackend> ModuleVisitor<B> for Names<'_> {
+impl<B: TrainBackend> ModuleVisitor<B> for Names {
     fn enter_module(&mut self, name: &str, _: &str) {
         self.path.push(name.to_owned());
     }
@@ -126,21 +159,15 @@ impl<B: TrainBackend> ModuleVisitor<B> for Names<'_> {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.note(param.id, || {
-            param.is_initialized().then(|| id_of(&param.val())).flatten()
-        });
+        self.note(param.id, id_in!(param));
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
-        self.note(param.id, || {
-            param.is_initialized().then(|| id_of(&param.val())).flatten()
-        });
+        self.note(param.id, id_in!(param));
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
-        self.note(param.id, || {
-            param.is_initialized().then(|| id_of(&param.val())).flatten()
-        });
+        self.note(param.id, id_in!(param));
     }
 }
 
