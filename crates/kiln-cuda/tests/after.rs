@@ -10,8 +10,8 @@ use kiln_cuda::testing::host::{Differential, Outcome};
 use kiln_graph::testing::random_arguments;
 use kiln_graph::{DType, Graph, HostTensor};
 
-/// Columns normalised by their own statistics, with a running mean, behind a look at an index. With the `least`
-/// of a column there are sums of two kinds.
+/// Columns normalised by their own statistics, with a running mean, behind a look at an index. With the
+/// `least` of a column there are sums of two kinds.
 fn normalised(rows: usize, width: usize, least: bool) -> Graph {
     let (lines, result) = match least {
         true => (

@@ -96,7 +96,7 @@ fn chosen(
             arguments.y = (&y, 16);
             let error = prepared.run(&stream, &arguments).unwrap_err();
             assert!(matches!(error, CudaError::Range { .. }), "{error}");
-            assert!(text("cudnnBackend", &fake.calls()).is_empty());
+            assert!(text("cudnn", &fake.calls()).is_empty());
             Ok(text("cudnnBackendExecute", &calls).concat())
         })
     };

@@ -85,8 +85,8 @@ impl Machine {
         picoseconds(bytes as f64, self.bytes_per_second)
     }
 
-    /// Time of the kernel that makes the results of `node`, of so many bytes, if they are small; for others 0,
-    /// in picoseconds. What is as cheap as a load is computed for each element of a reader.
+    /// Time of the kernel that makes the results of `node`, of so many bytes, if they are small; for others
+    /// 0, in picoseconds. What is as cheap as a load is computed for each element of a reader.
     pub(crate) fn launch(&self, node: &NodeData, bytes: u64) -> u64 {
         let launch = (self.launch_seconds * 1e12).round() as u64;
         let is_work = match &node.op {

@@ -240,8 +240,8 @@ pub struct CSource {
 /// The forward pass has the inputs in order and one output. The gradient has the inputs, the result and the
 /// gradient of the result as inputs, and one output for each float input, in order. `operation` is a macro, and
 /// no other name of the file is seen elsewhere. The source is part of the step's identity and of the key in the
-/// disk cache. One that the C compiler refuses is an error of the step with the compiler's words, and so is one
-/// that calls what neither it nor C's library has.
+/// disk cache. One that the C compiler refuses is an error of the step with the compiler's words, and so is
+/// one that calls what neither it nor C's library has.
 ///
 /// ```
 /// use burn_tensor::{Tensor, TensorData};

@@ -249,8 +249,8 @@ impl Toolchain {
         let mut link = owned(&["-shared", "-o", LIBRARY_NAME]);
         link.extend(units.iter().map(|unit| object_name(&unit.name)));
         link.push("-lm".to_owned());
-        // A function that no file and no header has would be missed when it is called. Elsewhere linkers look for
-        // themselves.
+        // A function that no file and no header has would be missed when it is called. Elsewhere linkers look
+        // for themselves.
         if cfg!(target_os = "linux") {
             link.push("-Wl,-z,defs".to_owned());
         }

@@ -23,8 +23,8 @@ pub fn headers() -> Vec<SourceFile> {
     ]
 }
 
-/// Sections of the headers, each with parts of names: a source in which one of these occurs has the section. To
-/// have one in vain costs a few milliseconds of the compiler; what a source lacks, the linker misses
+/// Sections of the headers, each with parts of names: a source in which one of these occurs has the section.
+/// To have one in vain costs a few milliseconds of the compiler; what a source lacks, the linker misses
 /// (`Toolchain::build`).
 const SECTIONS: [(&str, &[&str]); 13] = [
     ("F64", &["f64", "shortened"]),
@@ -42,8 +42,8 @@ const SECTIONS: [(&str, &[&str]); 13] = [
     (
         "MATH",
         &[
-            "exp", "log", "tan", "sigmoid", "erf", "sin", "cos", "pow", "power", "floor", "ceil", "trunc",
-            "round", "rem_", "normal", "fabs", "fmod", "rint",
+            "exp", "log", "tan", "sigmoid", "erf", "sin", "cos", "pow", "floor", "ceil", "trunc", "round",
+            "rem_", "normal", "fabs", "fmod", "rint",
         ],
     ),
 ];

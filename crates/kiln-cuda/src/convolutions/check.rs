@@ -83,8 +83,8 @@ impl Check {
         }
     }
 
-    /// Whether `run`, which queues a plan on these arguments, leaves the right elements, and nothing beside its
-    /// result. There are [`super::search::MARGIN`] bytes on either side of each tensor.
+    /// Whether `run`, which queues a plan on these arguments, leaves the right elements, and nothing beside
+    /// its result. There are [`super::search::MARGIN`] bytes on either side of each tensor.
     pub(super) fn passes(
         &self,
         stream: &Stream,
@@ -114,6 +114,7 @@ impl Check {
         for at in beside {
             stream.fill(storage, at..at + BESIDE, NANS)?;
         }
+        // Nor may an engine count on zeros to work in.
         if let Some((workspace, start)) = arguments.workspace {
             stream.fill(workspace, start..workspace.bytes(), NANS)?;
         }
@@ -454,9 +455,8 @@ mod tests {
         check.elements.iter().zip(&all).all(is_right)
     }
 
-    /// Each of the three tasks is the same sum of products, seen from another tensor.
-    /// A plan that writes the right elements is right, unless it writes beside its result, too. It finds NaNs around
-    /// its operands, in its result and where it works.
+    /// A plan that writes the right elements is right, unless it writes beside its result, too. It finds NaNs
+    /// around its operands, in its result and where it works.
     #[test]
     fn a_plan_is_tried_between_nans() {
         let fake = FakeDriver::start(1, 64 << 20).unwrap();
@@ -495,6 +495,7 @@ mod tests {
         assert!(!passes(Some(start)), "a wrong element");
     }
 
+    /// Each of the three tasks is the same sum of products, seen from another tensor.
     #[test]
     fn all_tasks_have_the_same_products() {
         let of_task = |task| {

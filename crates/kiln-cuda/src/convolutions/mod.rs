@@ -39,8 +39,8 @@ pub struct Convolver {
 struct Inner {
     device: Device,
     library: Cudnn,
-    /// The library does not allow two calls with one handle at the same time, and a plan has the handle that it
-    /// was made with.
+    /// The library does not allow two calls with one handle at the same time, and a plan has the handle that
+    /// it was made with.
     handle: Mutex<Handle>,
     /// On which nothing is ever queued or captured.
     idle: Stream,
@@ -48,10 +48,10 @@ struct Inner {
 
 /// A handle of the library, with the stream that it has.
 ///
-/// Where it is given another stream, the library looks at the one before. It refuses if that is captured by then,
-/// for which another thread is enough; and what is captured must not wait for what is still under way there. So a
-/// capture begins when all that was queued with the handle is over, and leaves the handle on a stream that nobody
-/// uses.
+/// Where it is given another stream, the library looks at the one before. It refuses if that is captured by
+/// then, for which another thread is enough; and what is captured must not wait for what is still under way
+/// there. So a capture begins when all that was queued with the handle is over, and leaves the handle on a
+/// stream that nobody uses.
 #[derive(Debug)]
 struct Handle {
     raw: CudnnHandle,
@@ -108,7 +108,7 @@ impl Convolver {
     /// Does `work` with the library's handle, which nothing else uses meanwhile. The device's context is
     /// current.
     fn with_handle<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
-        // Kiln keeps no state in the handle besides the stream, which every call sets.
+        // Kiln keeps no state in the handle besides the stream.
         let handle = self.handle();
         self.device().enter()?;
         work(handle.raw)
@@ -127,8 +127,8 @@ impl Convolver {
         work(handle.raw)
     }
 
-    /// As [`Self::with_handle`], for work that gives the handle a stream that it captures, and no longer does when
-    /// it is done.
+    /// As [`Self::with_handle`], for work that gives the handle a stream that it captures, and no longer does
+    /// when it is done.
     fn capture<R>(&self, work: impl FnOnce(CudnnHandle) -> Result<R>) -> Result<R> {
         let mut handle = self.handle();
         handle.stream.synchronize()?;

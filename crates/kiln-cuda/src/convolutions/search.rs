@@ -27,7 +27,7 @@ use super::describe::Described;
 use super::descriptor::Descriptor;
 use super::run::{ConvolutionArguments, PreparedConvolution, about};
 use crate::error::{CudaError, Result};
-use crate::products::{NANS, Number, Operand, fastest, random_for, time_runs};
+use crate::products::{Number, Operand, fastest, random_for, time_runs};
 use crate::runtime::{Storage, Stream};
 use crate::sys::cudnn::{
     CudnnHandle, attribute, attribute_type, behavior_note, descriptor, heuristics_mode, numerical_note,
@@ -412,9 +412,9 @@ fn wrong() -> CudaError {
     }
 }
 
-/// Bytes of NaNs in front of each tensor that plans are tried on, and behind it: a plan that reads there computes
-/// NaNs, if only by their product with zero, where in a step it would depend on what the neighbours are. One of
-/// cuDNN 9's weight gradients of large images does.
+/// Bytes of NaNs in front of each tensor that plans are tried on, and behind it: a plan that reads there
+/// computes NaNs, if only by their product with zero, where in a step it would depend on what the neighbours
+/// are. One of cuDNN 9's weight gradients of large images does.
 pub(super) const MARGIN: usize = 1 << 20;
 
 /// Memory to try plans on.
@@ -436,14 +436,11 @@ impl Trial {
             };
             random_for(stream, tensor.bytes(), tensor.number, operand, MARGIN)
         };
-        // Nor may a plan count on zeros to work in.
-        let workspace = Arc::new(Storage::allocate(stream, workspace_bytes)?);
-        stream.fill(&workspace, 0..workspace_bytes, NANS)?;
         Ok(Self {
             x: memory(&convolution.x)?,
             w: memory(&convolution.w)?,
             y: memory(&convolution.y)?,
-            workspace,
+            workspace: Arc::new(Storage::allocate(stream, workspace_bytes)?),
         })
     }
 

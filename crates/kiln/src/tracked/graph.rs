@@ -66,8 +66,8 @@ pub(super) enum Place {
     Input(usize),
     /// A tensor of the program, from before the call.
     Captured,
-    /// A leaf that the function made: a detached parameter, or a parameter that was drawn in the call. It is the
-    /// program's from here on, as it is.
+    /// A leaf that the function made: a detached parameter, or a parameter that was drawn in the call. It is
+    /// the program's from here on, as it is.
     Leaf,
     /// A tensor that the function computed.
     Output,

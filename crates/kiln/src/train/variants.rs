@@ -151,8 +151,8 @@ where
         self.list.iter_mut().filter_map(|variant| variant.plan.as_mut())
     }
 
-    /// A tensor that a plan relies on at a place where the program has another one by now; `found` are places with
-    /// the tensors that they have.
+    /// A tensor that a plan relies on at a place where the program has another one by now; `found` are places
+    /// with the tensors that they have.
     pub(super) fn replaced(&self, found: &[places::Found]) -> Option<TensorId> {
         let found: HashMap<&str, TensorId> = found.iter().map(|found| (&*found.name, found.id)).collect();
         let relies_on = |plan: &Plan<L>| {

@@ -462,8 +462,8 @@ fn a_clone_from_before_runs_in_training_mode(p: &Program) {
     p.look("validation", &step.model().valid().forward(p.x(100).inner()));
 }
 
-/// The copy that was kept as the best so far has the statistics of its time. The program then moves those of the
-/// model, by passes in training mode.
+/// The copy that was kept as the best so far has the statistics of its time. The program then moves those of
+/// the model, by passes in training mode.
 fn statistics_move_while_a_copy_has_the_old_ones(p: &Program) {
     let mut step = p.train(p.normed(), sgd(), |model, x: T2| energy(model.forward(x)));
     let mut kept = None;

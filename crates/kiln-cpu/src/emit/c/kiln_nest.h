@@ -375,6 +375,17 @@ KILN_INLINE float s_power_of_f32(float u, float s) {
 
 /* ---- integers ---- */
 
+/* M(S, T, U, SIGNED) for the integers that this source has. */
+#define KILN_INTEGERS(M)                                                                                    \
+    M(i64, int64_t, uint64_t, 1)                                                                            \
+    M(i32, int32_t, uint32_t, 1)                                                                            \
+    KILN_I16(M, i16, int16_t, uint16_t, 1)                                                                  \
+    KILN_I8(M, i8, int8_t, uint8_t, 1)                                                                      \
+    KILN_U64(M, u64, uint64_t, uint64_t, 0)                                                                 \
+    M(u32, uint32_t, uint32_t, 0)                                                                           \
+    KILN_U16(M, u16, uint16_t, uint16_t, 0)                                                                 \
+    KILN_U8(M, u8, uint8_t, uint8_t, 0)
+
 #define KILN_INTEGER(S, T, U, SIGNED)                                                                       \
     KILN_INLINE T s_abs_##S(T x) { return SIGNED && x < (T)0 ? (T)(0 - (U)x) : x; }                         \
     KILN_INLINE T s_sign_##S(T x) { return (T)((x > 0) - (SIGNED && x < (T)0)); }                           \
@@ -384,14 +395,7 @@ KILN_INLINE float s_power_of_f32(float u, float s) {
     KILN_INLINE v_##S v_min_##S(v_##S a, v_##S b) { return sel_##S(__builtin_convertvector(a < b, v_i32), a, b); } \
     KILN_LANEWISE1(abs_##S, S, S, T, T)                                                                     \
     KILN_LANEWISE1(sign_##S, S, S, T, T)
-KILN_INTEGER(i64, int64_t, uint64_t, 1)
-KILN_INTEGER(i32, int32_t, uint32_t, 1)
-KILN_I16(KILN_INTEGER, i16, int16_t, uint16_t, 1)
-KILN_I8(KILN_INTEGER, i8, int8_t, uint8_t, 1)
-KILN_U64(KILN_INTEGER, u64, uint64_t, uint64_t, 0)
-KILN_INTEGER(u32, uint32_t, uint32_t, 0)
-KILN_U16(KILN_INTEGER, u16, uint16_t, uint16_t, 0)
-KILN_U8(KILN_INTEGER, u8, uint8_t, uint8_t, 0)
+KILN_INTEGERS(KILN_INTEGER)
 
 #ifdef KILN_HAS_QUOTIENTS
 /* Quotients, powers and shifts. */
@@ -422,14 +426,7 @@ KILN_U8(KILN_INTEGER, u8, uint8_t, uint8_t, 0)
     KILN_LANEWISE2(pow_##S, S, T)                                                                           \
     KILN_LANEWISE2(shl_##S, S, T)                                                                           \
     KILN_LANEWISE2(shr_##S, S, T)
-KILN_QUOTIENTS(i64, int64_t, uint64_t, 1)
-KILN_QUOTIENTS(i32, int32_t, uint32_t, 1)
-KILN_I16(KILN_QUOTIENTS, i16, int16_t, uint16_t, 1)
-KILN_I8(KILN_QUOTIENTS, i8, int8_t, uint8_t, 1)
-KILN_U64(KILN_QUOTIENTS, u64, uint64_t, uint64_t, 0)
-KILN_QUOTIENTS(u32, uint32_t, uint32_t, 0)
-KILN_U16(KILN_QUOTIENTS, u16, uint16_t, uint16_t, 0)
-KILN_U8(KILN_QUOTIENTS, u8, uint8_t, uint8_t, 0)
+KILN_INTEGERS(KILN_QUOTIENTS)
 #endif
 
 #ifdef KILN_HAS_CASTS
