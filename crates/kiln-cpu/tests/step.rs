@@ -331,10 +331,11 @@ fn an_unresolved_symbol_is_an_error() {
         Signature::new(0, 0, 0, 0).to_c()
     );
     let toolchain = Toolchain::detect().unwrap();
-    let built = toolchain
+    // On Linux linking finds that it is missing, elsewhere loading does.
+    let error = toolchain
         .build(&[SourceFile::new("step.c", text)], &BuildOptions::default())
-        .unwrap();
-    let error = Library::load(built.path()).unwrap_err();
+        .and_then(|built| Library::load(built.path()))
+        .unwrap_err();
     assert!(error.to_string().contains("nowhere"), "{error}");
 }
 
