@@ -31,4 +31,4 @@ mod store;
 pub use error::StoreError;
 pub use folder::{CacheFolder, Listing};
 pub use key::{Key, KeyBuilder};
-pub use store::{Entry, Found, Lock, Store};
+pub use store::{Entry, Found, Held, Lock, Store};

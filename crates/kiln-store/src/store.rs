@@ -1,6 +1,6 @@
 //! A store: entries of one kind.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
@@ -51,7 +51,25 @@ pub struct Found {
 /// The right to make the entry of a key; other processes wait for it. Released on drop.
 #[derive(Debug)]
 #[must_use = "a lock that is dropped is released"]
-pub struct Lock(#[expect(dead_code, reason = "the lock is the open file")] File);
+pub struct Lock {
+    path: PathBuf,
+    #[expect(dead_code, reason = "the lock is the open file")]
+    file: File,
+}
+
+impl Lock {
+    /// Releases the lock of an entry that has been stored and removes its file, which would stay as long as
+    /// the entry. Who waits for the lock meanwhile gets that of a file without a name, looks for the entry,
+    /// and finds it.
+    pub fn finish(self) {
+        // A file that cannot be removed is as harmless as one that stays.
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// Another process, or another thread, has the lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Held;
 
 impl Store {
     pub(crate) fn new(root: CacheFolder, folder: Option<PathBuf>, extension: &'static str) -> Self {
@@ -141,20 +159,51 @@ impl Store {
     /// system without locks gives everybody the lock: several processes then make the entry, and the last
     /// one's stays.
     pub fn lock(&self, key: &Key) -> Option<Lock> {
-        let folder = self.folder()?;
-        let key = key.to_string();
-        let take = || -> io::Result<Lock> {
-            fs::create_dir_all(folder)?;
-            let path = Files { folder, key: &key }.lock();
-            let file = File::options().create(true).append(true).open(path)?;
+        self.folder()?;
+        let take = || {
+            let (path, file) = self.lock_file(key)?;
             match file.lock() {
-                Err(error) if error.kind() == io::ErrorKind::Unsupported => Ok(Lock(file)),
-                other => other.map(|()| Lock(file)),
+                Err(error) if error.kind() != io::ErrorKind::Unsupported => Err(error),
+                _ => Ok(Lock { path, file }),
             }
         };
         take()
             .map_err(|error| self.root.warn_once("writing to", &error))
             .ok()
+    }
+
+    /// [`Store::lock`] without waiting.
+    ///
+    /// # Errors
+    /// [`Held`] if another process has it.
+    pub fn try_lock(&self, key: &Key) -> Result<Option<Lock>, Held> {
+        if self.folder.is_none() {
+            return Ok(None);
+        }
+        let taken = self
+            .lock_file(key)
+            .and_then(|(path, file)| match file.try_lock() {
+                Err(TryLockError::WouldBlock) => Ok(Err(Held)),
+                Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => Err(error),
+                _ => Ok(Ok(Lock { path, file })),
+            });
+        match taken {
+            Ok(taken) => taken.map(Some),
+            Err(error) => {
+                self.root.warn_once("writing to", &error);
+                Ok(None)
+            }
+        }
+    }
+
+    /// The file whose lock is that of `key`, opened.
+    fn lock_file(&self, key: &Key) -> io::Result<(PathBuf, File)> {
+        let folder = self.folder().ok_or(io::ErrorKind::NotFound)?;
+        fs::create_dir_all(folder)?;
+        let key = key.to_string();
+        let path = Files { folder, key: &key }.lock();
+        let file = File::options().create(true).append(true).open(&path)?;
+        Ok((path, file))
     }
 
     /// The text that is kept under `key`, if there is one.

@@ -5,13 +5,12 @@
 //! fresh temporary folder that disappears with the result, unless a compilation fails: then it stays, and the
 //! error says where.
 
+mod compile;
 pub mod objects;
 pub mod toolchain;
 pub mod trial;
 
-use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
 use kiln_store::Key;
@@ -19,6 +18,7 @@ use tempfile::TempDir;
 
 use crate::error::{CpuError, Result};
 use crate::runtime::abi::{RUNTIME_HEADER, RUNTIME_HEADER_NAME};
+use compile::{Unit, write};
 use objects::Objects;
 
 pub use toolchain::Toolchain;
@@ -105,7 +105,8 @@ pub struct Built {
     library: PathBuf,
     /// Time in compiler and linker.
     pub elapsed: Duration,
-    /// How many sources were compiled; the others' objects existed already.
+    /// How many sources this build compiled; the others' objects existed already, or other processes made
+    /// them.
     pub compiled: usize,
 }
 
@@ -163,55 +164,29 @@ impl Toolchain {
             .prefix("kiln-")
             .tempdir()
             .map_err(CpuError::io("creating a folder in", std::env::temp_dir()))?;
-        let write = |name: &str, text: &str| {
-            let path = folder.path().join(name);
-            fs::write(&path, text).map_err(CpuError::io("writing", path))
-        };
-        write(RUNTIME_HEADER_NAME, RUNTIME_HEADER)?;
+        write(folder.path(), RUNTIME_HEADER_NAME, RUNTIME_HEADER.as_bytes())?;
         for file in sources {
-            write(&file.name, &file.text)?;
+            write(folder.path(), &file.name, file.text.as_bytes())?;
         }
 
         let Commands { compile, link } = self.commands(sources, options);
         let keys = self.object_keys(sources, &compile);
-        let object_path = |unit: &str| folder.path().join(object_name(unit));
-        let mut missing = Vec::new();
-        for ((unit, arguments), key) in compile.into_iter().zip(&keys) {
-            match objects.get(key) {
-                Some(object) => {
-                    let path = object_path(&unit);
-                    fs::write(&path, &object).map_err(CpuError::io("writing", path))?;
-                }
-                None => missing.push((*key, unit, arguments)),
-            }
-        }
-        let run = |commands: Vec<(String, Vec<String>)>, jobs| {
-            let commands = commands
-                .into_iter()
-                .map(|(file, arguments)| (file, self.invoke(arguments)));
-            self.run_all(commands.collect(), folder.path(), jobs)
-        };
-        let made: Vec<(Key, String)> = missing
-            .iter()
-            .map(|(key, unit, _)| (*key, unit.clone()))
-            .collect();
-        let compile = missing
+        let units = keys
             .into_iter()
-            .map(|(_, unit, arguments)| (unit, arguments))
-            .collect();
-        if let Err(error) = run(compile, options.jobs.max(1)) {
-            return Err(keep_sources(error, folder));
-        }
-        let compiled = made.len();
-        for (key, unit) in made {
-            let path = object_path(&unit);
-            let object = fs::read(&path).map_err(CpuError::io("reading", path))?;
-            objects.insert(key, &unit, object);
-        }
+            .zip(compile)
+            .map(|(key, (name, arguments))| Unit { key, name, arguments });
+        let made = self
+            .compile(units.collect(), folder.path(), objects, options.jobs.max(1))
+            .and_then(|compiled| {
+                let linker = self.start(&link, folder.path())?;
+                self.finish("link", linker, folder.path())?;
+                Ok(compiled)
+            });
+        let compiled = match made {
+            Ok(compiled) => compiled,
+            Err(error) => return Err(keep_sources(error, folder)),
+        };
         let library = folder.path().join(LIBRARY_NAME);
-        if let Err(error) = run(vec![("link".into(), link)], 1) {
-            return Err(keep_sources(error, folder));
-        }
         let elapsed = start.elapsed();
         profiled.argument("compiled", compiled);
         tracing::debug!(?elapsed, files = sources.len(), compiled, "built");
@@ -291,58 +266,6 @@ impl Toolchain {
         let all = compile.into_iter().map(|(_, arguments)| arguments).chain([link]);
         all.map(|arguments| format!("{} {}", self.command(), arguments.join(" ")))
             .collect()
-    }
-
-    /// Runs the commands in `folder`, at most `jobs` at once, and stops at the first failure.
-    fn run_all(
-        &self,
-        commands: Vec<(String, std::process::Command)>,
-        folder: &Path,
-        jobs: usize,
-    ) -> Result<()> {
-        let mut running: Vec<(String, Child)> = Vec::new();
-        let mut first_error = None;
-        let mut waiting = commands.into_iter();
-        loop {
-            while first_error.is_none() && running.len() < jobs {
-                let Some((file, mut command)) = waiting.next() else {
-                    break;
-                };
-                command
-                    .current_dir(folder)
-                    .stdout(Stdio::null())
-                    .stderr(Stdio::piped());
-                // A fixed language, so that messages do not depend on the user's locale.
-                command.env("LC_ALL", "C");
-                match command.spawn().map_err(CpuError::io("starting", self.command())) {
-                    Ok(child) => running.push((file, child)),
-                    Err(error) => first_error = Some(error),
-                }
-            }
-            if running.is_empty() {
-                return first_error.map_or(Ok(()), Err);
-            }
-            // Waits for the oldest process first. The pipe of a younger one holds far more than a compiler
-            // run with `-w` prints before it fails; draining that pipe later delays the younger process,
-            // not the result.
-            let (file, child) = running.remove(0);
-            match child
-                .wait_with_output()
-                .map_err(CpuError::io("waiting for", self.command()))
-            {
-                Err(error) => first_error = first_error.or(Some(error)),
-                Ok(output) if !output.status.success() => {
-                    first_error = first_error.or(Some(CpuError::Compile {
-                        compiler: self.command(),
-                        file,
-                        status: output.status.to_string(),
-                        stderr: String::from_utf8_lossy(&output.stderr).into_owned(),
-                        folder: folder.to_owned(),
-                    }));
-                }
-                Ok(_) => {}
-            }
-        }
     }
 }
 

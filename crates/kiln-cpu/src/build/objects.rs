@@ -7,8 +7,9 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
-use kiln_store::{CacheFolder, Key, Store};
+use kiln_store::{CacheFolder, Key, Lock, Store};
 
 /// Most bytes of objects that are kept in memory; the oldest are dropped first.
 const LIMIT: usize = 64 << 20;
@@ -19,7 +20,13 @@ pub struct Objects {
     kept: Mutex<Kept>,
     /// Those that any process has made.
     stored: Store,
+    /// How long a build with nothing else to do waits for objects of other processes.
+    pub(crate) patience: Duration,
 }
+
+/// No file takes a compiler that long. A process that was stopped would be waited for until somebody
+/// continues it.
+const PATIENCE: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Default)]
 struct Kept {
@@ -27,6 +34,17 @@ struct Kept {
     /// Keys, oldest first.
     order: VecDeque<Key>,
     bytes: usize,
+}
+
+/// What there is to do for an object.
+#[derive(Debug)]
+pub(crate) enum Claim {
+    /// Nothing: here it is.
+    Made(Arc<[u8]>),
+    /// To compile it. Other processes wait while the lock is held; there is none where there is no cache.
+    Ours(Option<Lock>),
+    /// To wait for the process that compiles it.
+    Theirs,
 }
 
 impl Default for Objects {
@@ -41,6 +59,7 @@ impl Objects {
         Self {
             kept: Mutex::default(),
             stored: folder.store("objects", "o").unflushed(),
+            patience: PATIENCE,
         }
     }
 
@@ -54,9 +73,27 @@ impl Objects {
         Some(object)
     }
 
-    /// Keeps the object of `key` that was compiled from the file called `name`.
-    pub(crate) fn insert(&self, key: Key, name: &str, object: Vec<u8>) {
+    /// The object of `key`, or who compiles it.
+    pub(crate) fn claim(&self, key: &Key) -> Claim {
+        if let Some(object) = self.get(key) {
+            return Claim::Made(object);
+        }
+        let Ok(lock) = self.stored.try_lock(key) else {
+            return Claim::Theirs;
+        };
+        match self.get(key) {
+            // Its process has just stored it.
+            Some(object) => Claim::Made(object),
+            None => Claim::Ours(lock),
+        }
+    }
+
+    /// Keeps the object of `key` that was compiled from the file called `name`, and lets others have it.
+    pub(crate) fn insert(&self, key: Key, name: &str, object: Vec<u8>, lock: Option<Lock>) {
         self.stored.put(&key, &object, name, "");
+        if let Some(lock) = lock {
+            lock.finish();
+        }
         self.keep(key, object.into());
     }
 
@@ -96,14 +133,14 @@ mod tests {
         let objects = Objects::default();
         let size = LIMIT / 4;
         for number in 0..6 {
-            objects.insert(key(number), "kernels.c", vec![number as u8; size]);
+            objects.insert(key(number), "kernels.c", vec![number as u8; size], None);
         }
         assert!(objects.get(&key(1)).is_none());
         for number in 2..6 {
             let object = objects.get(&key(number)).unwrap();
             assert_eq!((object.len(), object[0]), (size, number as u8));
         }
-        objects.insert(key(9), "kernels.c", vec![0; LIMIT + 1]);
+        objects.insert(key(9), "kernels.c", vec![0; LIMIT + 1], None);
         assert!(objects.get(&key(9)).is_none() && objects.get(&key(5)).is_some());
     }
 
@@ -112,7 +149,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let process = || Objects::in_folder(&CacheFolder::at(folder.path(), 1 << 20));
         let first = process();
-        first.insert(key(1), "kernels.c", vec![1, 2, 3]);
+        first.insert(key(1), "kernels.c", vec![1, 2, 3], None);
         assert_eq!(process().get(&key(1)).as_deref(), Some(&[1, 2, 3][..]));
         assert!(process().get(&key(2)).is_none());
         // What the disk loses is compiled again, and what the process has it keeps.
@@ -120,5 +157,35 @@ mod tests {
         std::fs::write(file, [1, 2]).unwrap();
         assert!(process().get(&key(1)).is_none());
         assert_eq!(first.get(&key(1)).as_deref(), Some(&[1, 2, 3][..]));
+    }
+    #[test]
+    fn one_process_compiles_and_others_wait() {
+        let folder = tempfile::tempdir().unwrap();
+        let process = || Objects::in_folder(&CacheFolder::at(folder.path(), 1 << 20));
+        let (first, second) = (process(), process());
+        let Claim::Ours(lock @ Some(_)) = first.claim(&key(1)) else {
+            panic!("nobody else has asked");
+        };
+        assert!(matches!(second.claim(&key(1)), Claim::Theirs));
+        assert!(matches!(second.claim(&key(2)), Claim::Ours(Some(_))));
+        first.insert(key(1), "kernels.c", vec![1, 2, 3], lock);
+        let Claim::Made(object) = second.claim(&key(1)) else {
+            panic!("the first one has stored it");
+        };
+        assert_eq!(object[..], [1, 2, 3]);
+        // Of what is stored no lock stays, and a process that ends without an object leaves none that holds.
+        let lock = |number| {
+            folder
+                .path()
+                .join("objects")
+                .join(format!("{}.lock", key(number)))
+        };
+        assert!(!lock(1).exists() && lock(2).exists());
+        let claimed = first.claim(&key(3));
+        assert!(matches!(second.claim(&key(3)), Claim::Theirs));
+        drop(claimed);
+        assert!(matches!(second.claim(&key(3)), Claim::Ours(Some(_))));
+        // Without a cache everybody compiles.
+        assert!(matches!(Objects::default().claim(&key(1)), Claim::Ours(None)));
     }
 }
