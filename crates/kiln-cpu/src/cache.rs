@@ -30,7 +30,7 @@ pub fn step_key(toolchain: &Toolchain, options: &BuildOptions) -> KeyBuilder {
         .field("abi", ABI_VERSION.to_string())
         .field("header", RUNTIME_HEADER)
         .field("toolchain", toolchain.identity())
-        .field("build", options.identity())
+        .field("build", options.identity(toolchain))
 }
 
 /// The sources that the step compiler hands over when a step is not in the cache.

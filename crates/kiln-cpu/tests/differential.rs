@@ -252,7 +252,7 @@ fn rows_of_constants() {
     }
     let toolchain = Toolchain::detect().unwrap();
     let expected = interpret_f64(&graph, &[], &[]).unwrap();
-    for level in [OptLevel::Quick, OptLevel::Full] {
+    for level in [OptLevel::Quick, OptLevel::Generated, OptLevel::Full] {
         let build = BuildOptions {
             level,
             ..BuildOptions::default()

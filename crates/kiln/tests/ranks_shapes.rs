@@ -440,7 +440,6 @@ fn compiled(text: &str) -> (usize, usize) {
 
 #[test]
 fn ranks_with_other_lengths_train_as_one_process() {
-    // What takes time is the C compiler, which each rank starts for kernels that the others compile as well.
     for part in ["train", "sharded"] {
         let Some(text) = said(2, part) else { return };
         let (compiled, planned) = compiled(&text);

@@ -43,6 +43,9 @@ const MEANING: [&str; 7] = [
     "-fvisibility=hidden",
 ];
 
+/// How the version of GCC begins.
+const GCC: &str = "gcc";
+
 /// Flags without tiles of AMX.
 const NO_TILES: [&str; 2] = ["-mno-amx-bf16", "-mno-amx-tile"];
 
@@ -232,6 +235,11 @@ impl Toolchain {
         &self.version
     }
 
+    /// Whether it is GCC, and not another compiler that calls itself so.
+    pub(crate) fn is_gcc(&self) -> bool {
+        self.version.starts_with(GCC)
+    }
+
     /// The widest vector instruction set that compiler and machine share.
     pub fn isa(&self) -> Isa {
         self.isa
@@ -318,7 +326,7 @@ fn version_of(macros: &str) -> String {
     if macros.contains("__clang__") || quoted.to_lowercase().contains("clang") {
         quoted.to_owned()
     } else {
-        format!("gcc {quoted}")
+        format!("{GCC} {quoted}")
     }
 }
 

@@ -68,7 +68,7 @@ impl OwnCall {
             prototype("operation"),
             self.source
         );
-        SourceFile::new(format!("{symbol}.c"), text)
+        SourceFile::new(format!("{symbol}.c"), text).written_by_hand()
     }
 
     /// The call, as kernel `number`, with its tensors at `places`.

@@ -27,7 +27,7 @@ typedef int32_t vi_half __attribute__((vector_size(2 * KILN_LANES)));
 #define KILN_CLANG_HAS(builtin) 0
 #endif
 
-/* Before a loop over lanes or kernel elements: unrolled, so that arrays of vectors stay in registers at -O2. */
+/* Before a loop over lanes or kernel elements: unrolled, so that arrays of vectors stay in registers. */
 #if defined(__clang__)
 #define KILN_UNROLL _Pragma("clang loop unroll(full)")
 #else
