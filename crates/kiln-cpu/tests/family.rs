@@ -12,7 +12,7 @@ use kiln_partition::testing::{Sizes, arguments, decoder_step};
 
 mod support;
 
-/// A family for `threads` threads, quick to build.
+/// A family for `threads` threads, built without optimisation: these tests are about which functions are shared.
 fn family(threads: usize) -> Family {
     family_in(threads, &Cache::disabled())
 }
@@ -24,7 +24,7 @@ fn family_in(threads: usize, cache: &Cache) -> Family {
 fn family_of(options: &Options, threads: usize, cache: &Cache) -> Family {
     let toolchain = Toolchain::detect().unwrap();
     let build = BuildOptions {
-        level: kiln_cpu::OptLevel::Quick,
+        level: kiln_cpu::OptLevel::None,
         ..BuildOptions::default()
     };
     let target = CpuTarget::new(&toolchain, threads);
