@@ -12,7 +12,8 @@ use kiln_partition::testing::{Sizes, arguments, decoder_step};
 
 mod support;
 
-/// A family for `threads` threads, built without optimisation: these tests are about which functions are shared.
+/// A family for `threads` threads, built without optimisation: these tests are about which functions are
+/// shared.
 fn family(threads: usize) -> Family {
     family_in(threads, &Cache::disabled())
 }

@@ -159,9 +159,9 @@ impl Store {
     /// system without locks gives everybody the lock: several processes then make the entry, and the last
     /// one's stays.
     pub fn lock(&self, key: &Key) -> Option<Lock> {
-        self.folder()?;
+        let folder = self.folder()?;
         let take = || {
-            let (path, file) = self.lock_file(key)?;
+            let (path, file) = lock_file(folder, key)?;
             match file.lock() {
                 Err(error) if error.kind() != io::ErrorKind::Unsupported => Err(error),
                 _ => Ok(Lock { path, file }),
@@ -177,16 +177,14 @@ impl Store {
     /// # Errors
     /// [`Held`] if another process has it.
     pub fn try_lock(&self, key: &Key) -> Result<Option<Lock>, Held> {
-        if self.folder.is_none() {
+        let Some(folder) = self.folder() else {
             return Ok(None);
-        }
-        let taken = self
-            .lock_file(key)
-            .and_then(|(path, file)| match file.try_lock() {
-                Err(TryLockError::WouldBlock) => Ok(Err(Held)),
-                Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => Err(error),
-                _ => Ok(Ok(Lock { path, file })),
-            });
+        };
+        let taken = lock_file(folder, key).and_then(|(path, file)| match file.try_lock() {
+            Err(TryLockError::WouldBlock) => Ok(Err(Held)),
+            Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => Err(error),
+            _ => Ok(Ok(Lock { path, file })),
+        });
         match taken {
             Ok(taken) => taken.map(Some),
             Err(error) => {
@@ -194,16 +192,6 @@ impl Store {
                 Ok(None)
             }
         }
-    }
-
-    /// The file whose lock is that of `key`, opened.
-    fn lock_file(&self, key: &Key) -> io::Result<(PathBuf, File)> {
-        let folder = self.folder().ok_or(io::ErrorKind::NotFound)?;
-        fs::create_dir_all(folder)?;
-        let key = key.to_string();
-        let path = Files { folder, key: &key }.lock();
-        let file = File::options().create(true).append(true).open(&path)?;
-        Ok((path, file))
     }
 
     /// The text that is kept under `key`, if there is one.
@@ -248,4 +236,13 @@ impl Store {
         }
         Ok(text)
     }
+}
+
+/// The file in `folder` whose lock is that of `key`, opened.
+fn lock_file(folder: &Path, key: &Key) -> io::Result<(PathBuf, File)> {
+    fs::create_dir_all(folder)?;
+    let key = key.to_string();
+    let path = Files { folder, key: &key }.lock();
+    let file = File::options().create(true).append(true).open(&path)?;
+    Ok((path, file))
 }
