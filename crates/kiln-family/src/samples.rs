@@ -17,11 +17,12 @@ const SIZES: [usize; 2] = [12, 128];
 const ROUNDS: usize = 5;
 
 /// Graphs of other batches that are sampled at once, at most.
-const BATCHES: usize = 32;
+const BATCHES: usize = 48;
 
 /// Sizes at which a batch is sampled: 32nds of the largest size of all samples, which is twice the largest
-/// one that was recorded, and the last bit.
-const PLACES: [(i64, i64); 5] = [(15, 1), (14, 0), (8, 1), (26, 0), (4, 1)];
+/// one that was recorded, and the largest power of two that divides the size. Odd sizes leave a part of a
+/// vector; vectors have up to 16 elements, and kernels take them in pairs.
+const PLACES: [(i64, i64); 7] = [(15, 1), (14, 16), (8, 1), (26, 2), (4, 1), (13, 8), (12, 32)];
 
 /// What a sample stands for that stands for one size, between those that were recorded.
 pub(crate) const WHOLE: usize = 16;
@@ -371,7 +372,7 @@ impl Batches {
 /// each round.
 ///
 /// A kernel that is unrolled has a text of its own for each batch, and another form from some size on, from
-/// twice that, and where a size is odd. So a batch is sampled at several places.
+/// twice that, where a size is odd and where vectors are whole. So a batch is sampled at several places.
 fn pairs(batches: &[usize], sizes: &[i64], count: usize, round: usize) -> Vec<(usize, usize)> {
     let Some(&most) = sizes.last() else {
         return Vec::new();
@@ -382,11 +383,12 @@ fn pairs(batches: &[usize], sizes: &[i64], count: usize, round: usize) -> Vec<(u
         // Of many batches, each has other places.
         let first = if each < PLACES.len() { number + round } else { 0 };
         (first..first + each).filter_map(move |at| {
-            let (parts, last) = PLACES[at % PLACES.len()];
+            let (parts, factor) = PLACES[at % PLACES.len()];
             // Batches have different sizes: what is equal wherever a form is seen looks like a constant.
             let wanted = most * parts / 32 * (32 - (number + round) as i64 % 4) / 32;
-            let alike = sizes.iter().filter(|&size| size & 1 == last);
-            let nearest = alike.min_by_key(|size| size.abs_diff(wanted))?;
+            let alike = sizes.iter().filter(|&size| size & 1 == factor & 1);
+            let shared = |size: i64| 1 << size.trailing_zeros();
+            let nearest = alike.min_by_key(|&&size| (shared(size) != factor, size.abs_diff(wanted)))?;
             Some((batch, *nearest as usize))
         })
     });
@@ -584,5 +586,33 @@ mod tests {
         assert_eq!(recorded.stands_for(256, 3), 3);
         // Two even sizes are an accident.
         assert_eq!(Recorded::of([6, 10].into_iter()).factor, 1);
+    }
+
+    /// Kernels take pairs of vectors of 8 or 16 elements, and have another form where one is left and where a
+    /// part of one is. The last batch of an epoch may have any of these forms.
+    #[test]
+    fn a_smaller_batch_is_sampled_where_vectors_are_whole_and_where_not() {
+        let sizes = more_sizes((243, 275), SIZES[1], 1);
+        let pairs = pairs(&[2, 3, 4, 5, 6, 7], &sizes, BATCHES, 2);
+        for batch in 2..8 {
+            let of_batch = pairs.iter().filter(|(it, _)| *it == batch);
+            let sizes: Vec<usize> = of_batch.map(|&(_, size)| size).collect();
+            for pair in [16, 32] {
+                for rest in [0, pair / 2] {
+                    assert!(sizes.iter().any(|size| size % pair == rest), "{batch}: {sizes:?}");
+                }
+            }
+            assert!(sizes.iter().any(|size| size % 2 == 1), "{batch}: {sizes:?}");
+        }
+    }
+
+    /// Sizes that a program marks may have none that vectors fill.
+    #[test]
+    fn a_batch_is_sampled_among_the_sizes_that_there_are() {
+        let of = |sizes: &[i64]| pairs(&[2], sizes, PLACES.len(), 0);
+        assert_eq!(of(&[9]), [(2, 9); 3]);
+        assert_eq!(of(&[6]), [(2, 6); 4]);
+        assert_eq!(of(&[6, 9]).len(), PLACES.len());
+        assert_eq!(of(&[]), []);
     }
 }
