@@ -9,12 +9,12 @@ use kiln_graph::alias::assign_aliases;
 use kiln_graph::op::{BinaryOp, ConvDims, Dims, Op, UnaryOp, Window};
 use kiln_graph::testing::{Family, GraphConfig, random_arguments, random_graph, seeds};
 use kiln_graph::{
-    DType, Graph, HostTensor, NodeData, Phase, Provenance, Rewriter, TensorType, Value, interpret,
+    DType, Graph, HostTensor, NodeData, Phase, Provenance, Rewriter, Scalar, TensorType, Value, interpret,
     interpret_f64, verify,
 };
 use kiln_partition::assign_phases;
 use kiln_partition::testing::{
-    Sizes, Tape, accumulating_step, adversarial_step, arguments, decoder_step, f32s,
+    Sizes, Tape, accumulating_step, adversarial_step, arguments, decoder_step, f32s, repeated_step,
 };
 
 /// The types of 16 bits, and how far a step may be from f64, relative to the norm of each output.
@@ -41,9 +41,9 @@ fn decoder() -> Graph {
     }))
 }
 
-/// Two perceptrons, one of which is updated before the other reads it, and three micro-batches.
-fn others() -> [Graph; 2] {
-    [prepared(adversarial_step()), prepared(accumulating_step())]
+/// Two perceptrons, one of which is updated before the other reads it, three micro-batches, and three updates.
+fn others() -> [Graph; 3] {
+    [adversarial_step(), accumulating_step(), repeated_step()].map(prepared)
 }
 
 /// The forward pass and the gradients of a small image network by hand: convolutions, a normalisation by
@@ -765,4 +765,138 @@ fn experts_are_weighed_by_probabilities_as_they_are() {
     ]
     .map(|results| results[1].to_f64s()[0]);
     assert!((loss - expected).abs() < 1e-2, "{loss} is not {expected}");
+}
+
+/// What an update made is the state of the next one, also where somebody keeps the first state, so that no
+/// output takes its place: rounded, it would lose what small updates change.
+#[test]
+fn several_updates_in_one_step_are_as_small_as_they_are() {
+    let held = |step: Tape| {
+        let mut graph = step.graph;
+        graph.outputs.iter_mut().for_each(|output| output.alias = None);
+        assign_phases(&mut graph);
+        graph
+    };
+    let old: Vec<Option<u32>> = repeated_step()
+        .graph
+        .outputs
+        .iter()
+        .map(|output| output.alias)
+        .collect();
+    for graph in [prepared(repeated_step()), held(repeated_step())] {
+        let (tensors, _) = arguments(&graph, 3);
+        let scalars = [Scalar::Float(1e-4)];
+        let expected = interpret_f64(&graph, &tensors, &scalars).unwrap();
+        let moved = |results: &[HostTensor], output: usize, from: u32| {
+            let (new, old) = (results[output].to_f64s(), tensors[from as usize].to_f64s());
+            let moved = new.iter().zip(&old).map(|(new, old)| new - old);
+            HostTensor::from_floats(DType::F64, results[output].ty().shape.clone(), moved)
+        };
+        for (dtype, _) in TYPES {
+            let actual = compiled(&graph, Some(dtype))
+                .code
+                .run(&mut tensors.clone(), &scalars);
+            let actual = actual.unwrap();
+            for (output, from) in old.iter().enumerate() {
+                let Some(from) = *from else { continue };
+                let error = error(&moved(&actual, output, from), &moved(&expected, output, from));
+                assert!(
+                    error < 0.05,
+                    "{dtype}: output {output} moved by {error} other than in f64"
+                );
+            }
+        }
+    }
+}
+
+/// A row that sees nothing has the same score everywhere. Infinite, it would have no softmax.
+#[test]
+fn fills_that_16_bits_do_not_hold_stay_finite() {
+    for (fill, types) in [("-3.4028234663852886e38", &TYPES[..]), ("-1e9", &TYPES[1..])] {
+        let graph = Graph::parse(&format!(
+            "graph @scores {{
+          %x = parameter 0 : f32[4,8]
+          %w = parameter 1 : f32[8,4]
+          %v = parameter 2 : f32[4,8]
+          %hidden = parameter 3 : bool[4,4]
+          %c = constant {fill} : f32[]
+          %fill = broadcast %c {{dims=[]}} : f32[4,4]
+          %dot = dot_general %x, %w {{a_contract=[1], b_contract=[0]}} : f32[4,4] ; fwd
+          %first = select %hidden, %fill, %dot : f32[4,4] ; fwd
+          %h = dot_general %dot, %v {{a_contract=[1], b_contract=[0]}} : f32[4,8] ; fwd
+          %again = dot_general %h, %w {{a_contract=[1], b_contract=[0]}} : f32[4,4] ; fwd
+          %both = add %again, %first : f32[4,4] ; fwd
+          %most = reduce max %both {{axes=[1]}} : f32[4] ; fwd
+          %row = broadcast %most {{dims=[0]}} : f32[4,4] ; fwd
+          %near = sub %both, %row : f32[4,4] ; fwd
+          %e = exp %near : f32[4,4] ; fwd
+          %y = dot_general %e, %v {{a_contract=[1], b_contract=[0]}} : f32[4,8] ; fwd
+          return %y
+        }}"
+        ))
+        .unwrap();
+        let (mut tensors, _) = arguments(&graph, 3);
+        let hidden = (0..16).map(|at| i64::from(at / 4 == 1 || at % 4 == 3));
+        tensors[3] = HostTensor::from_ints(DType::Bool, [4, 4], hidden);
+        // In f32, where nothing is left of what is added to such a number.
+        let expected = interpret(&graph, &tensors, &[]).unwrap();
+        for &(dtype, limit) in types {
+            let (cast, report) = autocast(&graph, dtype, &POLICY).unwrap();
+            assert!(report.is_some());
+            let actual = interpret(&cast, &tensors, &[]).unwrap();
+            let error = error(&actual[0], &expected[0]);
+            assert!(error < limit, "{fill} in {dtype}: {error}");
+        }
+    }
+}
+
+/// The gradient of a softmax near 1 is a small difference of the terms that its formula gives for a sum and
+/// for what is summed.
+#[test]
+fn formulas_of_gradients_are_as_exact_as_gradients() {
+    let graph = Graph::parse(
+        "graph @softmax {
+      %x = parameter 0 : f32[4,8]
+      %w = parameter 1 : f32[8,3]
+      %v = parameter 2 : f32[3,8]
+      %d = parameter 3 : f32[4,8]
+      %s = dot_general %x, %w {a_contract=[1], b_contract=[0]} : f32[4,3] ; fwd
+      %e = exp %s : f32[4,3] ; fwd
+      %sum = reduce sum %e {axes=[1]} : f32[4] ; fwd
+      %t = broadcast %sum {dims=[0]} : f32[4,3] ; fwd
+      %p = div %e, %t : f32[4,3] ; fwd
+      %y = dot_general %p, %v {a_contract=[1], b_contract=[0]} : f32[4,8] ; fwd
+      %dp = dot_general %d, %v {a_contract=[1], b_contract=[1]} : f32[4,3] ; bwd
+      %de = div %dp, %t : f32[4,3] ; bwd
+      %minus = neg %e : f32[4,3] ; bwd
+      %square = mul %t, %t : f32[4,3] ; bwd
+      %factor = div %minus, %square : f32[4,3] ; bwd
+      %dt = mul %dp, %factor : f32[4,3] ; bwd
+      %dsum = reduce sum %dt {axes=[1]} : f32[4] ; bwd
+      %rows = broadcast %dsum {dims=[0]} : f32[4,3] ; bwd
+      %both = add %de, %rows : f32[4,3] ; bwd
+      %ds = mul %both, %e : f32[4,3] ; bwd
+      return %y, %ds
+    }",
+    )
+    .unwrap();
+    let of = |count: usize, value: fn(usize) -> f64| (0..count).map(value);
+    // The first score of a row is larger by 8, so its probability is nearly 1. All are numbers of 16 bits.
+    let tensors = [
+        HostTensor::from_floats(DType::F32, [4, 8], of(32, |_| 1.0)),
+        HostTensor::from_floats(
+            DType::F32,
+            [8, 3],
+            of(24, |at| if at % 3 == 0 { 1.0 } else { 0.0 }),
+        ),
+        HostTensor::from_floats(DType::F32, [3, 8], of(24, |at| (at % 5) as f64 - 1.0)),
+        HostTensor::from_floats(DType::F32, [4, 8], of(32, |at| (at % 7) as f64 - 2.0)),
+    ];
+    let expected = interpret_f64(&graph, &tensors, &[]).unwrap();
+    for (dtype, limit) in TYPES {
+        let (cast, _) = autocast(&graph, dtype, &POLICY).unwrap();
+        let actual = interpret(&cast, &tensors, &[]).unwrap();
+        let error = error(&actual[1], &expected[1]);
+        assert!(error < limit, "{dtype}: {error}");
+    }
 }

@@ -85,6 +85,17 @@ impl DType {
         matches!(self, DType::U64 | DType::U32 | DType::U16 | DType::U8)
     }
 
+    /// The largest finite number of a float type; none for other types.
+    pub const fn largest(self) -> Option<f64> {
+        match self {
+            DType::F16 => Some(65504.0),
+            DType::BF16 => Some(3.3895313892515355e38),
+            DType::F32 => Some(f32::MAX as f64),
+            DType::F64 => Some(f64::MAX),
+            _ => None,
+        }
+    }
+
     /// The type in which arithmetic on this type is done and sums are accumulated: f32 for the half types,
     /// the type itself for the rest.
     pub const fn compute(self) -> DType {

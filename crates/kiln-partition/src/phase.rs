@@ -26,8 +26,9 @@
 //!   after the first operation that does not look like an update (a product, a look-up, a reduction to more
 //!   than one element) and depends on one.
 //! - A tangent is *an update* if it combines with state: it depends on an argument that an output aliases and
-//!   the forward pass never reads (a moment), or combines an aliased argument with a tensor of its own type
-//!   elementwise (`p - delta`). What depends on an update is optimizer, what is recorded after the first
+//!   the forward pass never reads (a moment), or combines an aliased argument, or what an earlier window's
+//!   update made of one, with a tensor of its own type elementwise (`p - delta`). What depends on an update is
+//!   optimizer, what is recorded after the first
 //!   update is optimizer (optimizers run after the whole backward pass), and pointwise preparation whose only
 //!   users are updates (`(1 - beta) * g`, `g * g`, the sum of squares of clipping by norm) is, too.
 //! - The remaining tangents are backward.
@@ -156,7 +157,9 @@ impl<'a> Finder<'a> {
     fn tangents(&mut self) {
         let leads = self.leads_forward();
         let mut updated: SecondaryMap<Node, bool> = SecondaryMap::new();
-        // Whether the forward pass that follows a window's update has begun.
+        // Whether a window has updated anything: its backward pass, which comes before, may read what earlier
+        // windows updated. And whether the forward pass that follows its update has begun.
+        let mut has_updated = vec![false; self.starts.len() + 1];
         let mut begun = vec![false; self.starts.len() + 1];
         for (node, data) in self.graph.nodes() {
             let window = self.window(node);
@@ -173,9 +176,12 @@ impl<'a> Finder<'a> {
             let after = self
                 .operands(data)
                 .any(|operand| tangent(operand) && updated[operand]);
+            let combines = is_tangent && self.combines_with_state(node, data, &updated);
             self.tangent[node] = is_tangent;
-            updated[node] = self.tangent[node] && (after || self.combines_with_state(data));
-            begun[window] |= after && leads[node] && !looks_like_update(self.graph, data);
+            updated[node] = is_tangent && (after || combines);
+            has_updated[window] |= combines;
+            begun[window] |=
+                has_updated[window] && after && leads[node] && !looks_like_update(self.graph, data);
             self.resumed[node] = begun[window] && leads[node] && (after || goes_on);
         }
         // Movement of updated state on its way into that pass belongs to it.
@@ -292,19 +298,22 @@ impl<'a> Finder<'a> {
         }
     }
 
-    /// Whether a node is where an update meets the state it updates.
-    fn combines_with_state(&self, data: &NodeData) -> bool {
+    /// Whether a node is where an update meets the state it updates: an argument, or what an earlier window
+    /// `updated`.
+    fn combines_with_state(&self, node: Node, data: &NodeData, updated: &SecondaryMap<Node, bool>) -> bool {
+        let is_state = |value: Value| match self.graph.def(value).op {
+            Op::Parameter { index, .. } => self.replaced[index as usize],
+            _ => {
+                let made = self.graph.value(value).node;
+                updated[made] && self.window(made) < self.window(node)
+            }
+        };
+        let shape = |value: Value| self.graph.shape(value);
         data.op.is_pointwise()
-            && data.inputs.iter().any(|&value| {
-                let Op::Parameter { index, .. } = self.graph.def(value).op else {
-                    return false;
-                };
-                self.replaced[index as usize]
-                    && data
-                        .outputs
-                        .iter()
-                        .any(|&out| self.graph.shape(out) == self.graph.shape(value))
-            })
+            && data
+                .inputs
+                .iter()
+                .any(|&value| is_state(value) && data.outputs.iter().any(|&out| shape(out) == shape(value)))
     }
 
     fn without_seeds(&mut self) {
@@ -374,7 +383,7 @@ impl<'a> Finder<'a> {
             let follows = self.operands(data).any(|operand| {
                 moment[operand] || update[operand] && self.window(operand) == self.window(node)
             });
-            update[node] = follows || self.combines_with_state(data);
+            update[node] = follows || self.combines_with_state(node, data, &update);
             if update[node] && self.tangent[node] {
                 first[self.window(node)].get_or_insert(node);
             }

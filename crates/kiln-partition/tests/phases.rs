@@ -309,3 +309,56 @@ fn two_backward_passes_with_an_update_between() {
     r.tape.graph.output(generator_loss, None);
     r.check();
 }
+
+/// Programs that compile a loop of their own record several updates. What one made is the state of the next.
+#[test]
+fn several_updates_in_one_recording() {
+    for adam in [false, true] {
+        let mut r = Recording::new();
+        let mut state: Vec<[Value; 3]> = Vec::new();
+        let mut old = Vec::new();
+        let rate = r.tape.graph.scalar(DType::F32);
+        for batch in 0..3 {
+            let x = r.forward(|tape| tape.input(f32s(&[3, 4])));
+            let loss = r.forward(|tape| {
+                let y = match batch {
+                    0 => perceptron(tape, x),
+                    _ => {
+                        let weights: Vec<Value> = state.iter().map(|&[weight, ..]| weight).collect();
+                        tape.detached.clone_from(&weights);
+                        apply(tape, x, &weights)
+                    }
+                };
+                squared(tape, y)
+            });
+            if batch == 0 {
+                for weight in r.tape.parameters.clone() {
+                    let ty = r.tape.graph.ty(weight).clone();
+                    state.push(r.forward(|tape| [weight, tape.input(ty.clone()), tape.input(ty)]));
+                }
+                old.clone_from(&state);
+            }
+            let weights: Vec<Value> = state.iter().map(|&[weight, ..]| weight).collect();
+            let gradients = r.backward(loss, &weights);
+            state = r.record(Phase::Optimizer, |tape| {
+                let updates = state.iter().zip(gradients);
+                updates
+                    .map(|(&[weight, first, second], gradient)| {
+                        if adam {
+                            return tape.adam_from([weight, first, second], gradient, rate);
+                        }
+                        let step = tape.scale(gradient, 0.1);
+                        [tape.binary(BinaryOp::Sub, weight, step), first, second]
+                    })
+                    .collect()
+            });
+            r.tape.graph.output(loss, None);
+        }
+        for (old, new) in old.iter().zip(&state) {
+            for at in 0..if adam { 3 } else { 1 } {
+                r.tape.state(old[at], new[at]);
+            }
+        }
+        r.check();
+    }
+}

@@ -10,7 +10,8 @@ mod tape;
 use kiln_graph::{DType, Graph, HostTensor, Scalar, TensorType};
 
 pub use models::{
-    Sizes, accumulating_step, adversarial_step, apply, decoder, decoder_step, perceptron, squared,
+    Sizes, accumulating_step, adversarial_step, apply, decoder, decoder_step, perceptron, repeated_step,
+    squared,
 };
 pub use ranks::{arguments_of_ranks, averaged_decoder, averaged_gradients, sharded_decoder};
 pub use tape::Tape;

@@ -99,6 +99,46 @@ pub fn accumulating_step() -> Tape {
     tape
 }
 
+/// Three batches, and an update after each: what a program does that compiles a loop of its own.
+pub fn repeated_step() -> Tape {
+    let mut tape = Tape::new("repeated");
+    let x = tape.input(f32s(&[3, 4]));
+    let y = perceptron(&mut tape, x);
+    let first = tape.parameters.clone();
+    let moments = first.iter().map(|&weight| {
+        let ty = tape.graph.ty(weight).clone();
+        [tape.input(ty.clone()), tape.input(ty)]
+    });
+    let moments: Vec<[Value; 2]> = moments.collect();
+    let rate = tape.graph.scalar(DType::F32);
+    let mut state: Vec<[Value; 3]> = first
+        .iter()
+        .zip(&moments)
+        .map(|(&w, &[m, v])| [w, m, v])
+        .collect();
+    let old = state.clone();
+    let mut y = y;
+    for batch in 0..3 {
+        let weights: Vec<Value> = state.iter().map(|&[weight, ..]| weight).collect();
+        if batch > 0 {
+            tape.detached.clone_from(&weights);
+            let x = tape.input(f32s(&[3, 4]));
+            y = apply(&mut tape, x, &weights);
+        }
+        let loss = squared(&mut tape, y);
+        let gradients = tape.backward(loss, &weights);
+        let updates = state.iter().zip(gradients);
+        state = updates
+            .map(|(&state, gradient)| tape.adam_from(state, gradient, rate))
+            .collect();
+        tape.graph.output(loss, None);
+    }
+    for (old, new) in old.into_iter().flatten().zip(state.into_iter().flatten()) {
+        tape.state(old, new);
+    }
+    tape
+}
+
 /// Sizes of a decoder.
 #[derive(Clone, Copy, Debug)]
 pub struct Sizes {

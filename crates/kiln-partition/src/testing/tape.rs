@@ -449,10 +449,20 @@ impl Tape {
 
     /// Weight, first and second moment, each with its next value.
     pub(super) fn adam_update(&mut self, weight: Value, gradient: Value, rate: Value) -> [(Value, Value); 3] {
-        use BinaryOp::*;
         let ty = self.graph.ty(weight).clone();
-        let first = self.input(ty.clone());
-        let second = self.input(ty.clone());
+        let old = [weight, self.input(ty.clone()), self.input(ty)];
+        let new = self.adam_from(old, gradient, rate);
+        [0, 1, 2].map(|at| (old[at], new[at]))
+    }
+
+    /// The next values of weight, first and second moment.
+    pub fn adam_from(
+        &mut self,
+        [weight, first, second]: [Value; 3],
+        gradient: Value,
+        rate: Value,
+    ) -> [Value; 3] {
+        use BinaryOp::*;
         let kept = self.scale(first, 0.9);
         let new = self.scale(gradient, 0.1);
         let first_new = self.binary(Add, kept, new);
@@ -466,14 +476,13 @@ impl Tape {
         let step = self.binary(Mul, first_new, inverse);
         let rate = self.add(
             Op::Broadcast {
-                shape: ty.shape.clone(),
+                shape: self.shape(weight),
                 dims: Dims::new(),
             },
             &[rate],
         );
         let step = self.binary(Mul, step, rate);
-        let updated = self.binary(Sub, weight, step);
-        [(weight, updated), (first, first_new), (second, second_new)]
+        [self.binary(Sub, weight, step), first_new, second_new]
     }
 
     /// `new` leaves the graph in the buffer of the argument `old`.

@@ -237,14 +237,11 @@ fn complete(graph: &Graph, product: &Matmul, bindings: Bindings) -> Option<Match
 /// any other row is at least the least number, and the sum of its exponentials at least 1.
 fn guards_nothing_else(graph: &Graph, bindings: &Bindings) -> bool {
     let lowest = bindings.of("?lowest");
-    let least_number = match graph.dtype(lowest) {
-        DType::F16 => -65504.0,
-        DType::BF16 => -3.3895313892515355e38,
-        DType::F32 => f64::from(f32::MIN),
-        _ => f64::MIN,
+    let Some(largest) = graph.dtype(lowest).largest() else {
+        return false;
     };
     let number = |value| graph.constant(value).map(|number| number.to_f64());
-    number(lowest).is_some_and(|value| value <= least_number)
+    number(lowest).is_some_and(|value| value <= -largest)
         && number(bindings.of("?least")).is_some_and(|value| value > 0.0 && value <= 1.0)
 }
 

@@ -11,6 +11,8 @@ use super::report::Reason;
 pub(super) struct Facts<'a> {
     graph: &'a Graph,
     users: Users,
+    /// The type of 16 bits.
+    narrow_type: DType,
     /// Whether gradients of convolutions' weights are of 16 bits.
     narrow_gradients: bool,
     /// Values that readers behind the forward pass multiply by.
@@ -29,10 +31,24 @@ pub(super) struct Facts<'a> {
     after: SecondaryMap<Node, u32>,
     /// The number of sums over a batch, of more than a row, on the longest way to a value.
     sums: SecondaryMap<Value, u32>,
+    /// Values with elements that may be numbers which 16 bits make infinite: constants, and what follows from
+    /// these by a choice, a sum or a product.
+    beyond: SecondaryMap<Value, bool>,
+    /// What pointwise operations behind the forward pass make of its values alone: a gradient is multiplied by
+    /// it.
+    formulas: SecondaryMap<Value, bool>,
+    /// Arguments, and what pointwise operations behind the forward pass make of them on the way to an output:
+    /// parameters and the state of an optimizer, where the phases do not tell.
+    state: SecondaryMap<Value, bool>,
 }
 
 impl<'a> Facts<'a> {
-    pub(super) fn new(graph: &'a Graph, narrow_gradients: bool, narrow_factors: bool) -> Self {
+    pub(super) fn new(
+        graph: &'a Graph,
+        narrow_type: DType,
+        narrow_gradients: bool,
+        narrow_factors: bool,
+    ) -> Self {
         let users = graph.users();
         let factors = match narrow_factors {
             true => factors(graph, &users),
@@ -41,6 +57,7 @@ impl<'a> Facts<'a> {
         let mut facts = Self {
             graph,
             users,
+            narrow_type,
             narrow_gradients,
             factors,
             narrowed: SecondaryMap::new(),
@@ -50,6 +67,9 @@ impl<'a> Facts<'a> {
             before: SecondaryMap::new(),
             after: SecondaryMap::new(),
             sums: SecondaryMap::new(),
+            beyond: SecondaryMap::new(),
+            formulas: SecondaryMap::new(),
+            state: SecondaryMap::new(),
         };
         for (node, data) in graph.nodes() {
             facts.narrowed[node] =
@@ -57,9 +77,13 @@ impl<'a> Facts<'a> {
             facts.follow_products(node, data);
             facts.count_kernels(node, data);
             facts.count_sums(data);
+            facts.follow_large_numbers(data);
+            facts.follow_formulas(data);
+            facts.follow_state(data);
         }
         for (node, data) in graph.nodes().rev() {
             facts.follow_to_products(node, data);
+            facts.follow_to_state(data);
             for &value in &data.outputs {
                 facts.only_updates[value] = facts.users.of(value).iter().all(|&user| {
                     let data = graph.node(user);
@@ -118,7 +142,8 @@ impl<'a> Facts<'a> {
         let data = self.graph.def(value);
         let in_nest = data.op.is_pointwise() || matches!(data.op, Op::Gather { .. } | Op::IndexSelect { .. });
         let floats = self.graph.dtype(value) == DType::F32;
-        if !in_nest || !floats || !takes_part(data) || self.only_updates[value] {
+        let updates = self.only_updates[value] || self.state[value];
+        if !in_nest || !floats || !takes_part(data) || updates {
             return None;
         }
         let mut readers = Readers::default();
@@ -141,7 +166,7 @@ impl<'a> Facts<'a> {
             same_pass && !is_loss && self.before[user] > self.after[node]
         });
         match self.from_products[value] {
-            true if far && !self.is_exponential(data) => Some(Reason::ReadAgain),
+            true if far && !self.is_read_as_it_is(value) => Some(Reason::ReadAgain),
             true if after_forward && !self.is_choice(data) && self.meets_its_sum(&readers) => {
                 Some(Reason::Summed)
             }
@@ -165,6 +190,18 @@ impl<'a> Facts<'a> {
     pub(super) fn reads_factor(&self, reader: &NodeData, value: Value) -> bool {
         let behind = reader.provenance.phase.is_after_forward() && takes_part(reader);
         behind && self.factors[value] && self.rounded(value) == Some(Reason::Factor)
+    }
+
+    /// Whether the kernels behind the next product read `value` in f32: 16 bits have nothing that is near an
+    /// exponential's complement or beyond their largest number, and the terms of a gradient's formula may
+    /// cancel.
+    fn is_read_as_it_is(&self, value: Value) -> bool {
+        self.beyond[value] || self.formulas[value] || self.is_exponential(self.graph.def(value))
+    }
+
+    /// Whether `value` has numbers that 16 bits make infinite, as far as constants tell.
+    pub(super) fn is_beyond(&self, value: Value) -> bool {
+        self.beyond[value]
     }
 
     /// Whether `data` is of the forward pass and computes an exponential, a logarithm, or an exponential
@@ -291,6 +328,66 @@ impl<'a> Facts<'a> {
                     self.leads[user] && phase.is_after_forward() == is_after_forward
                 })
             });
+    }
+
+    fn follow_large_numbers(&mut self, data: &NodeData) {
+        let of_operand = |value: Value| match &self.graph.def(value).op {
+            // Nobody knows which one a call brings.
+            Op::Scalar { .. } => matches!(data.op, Op::Select),
+            _ => self.beyond[value],
+        };
+        let beyond = match &data.op {
+            Op::Constant { value, .. } => {
+                let number = value.to_f64();
+                let largest = self.narrow_type.largest();
+                number.is_finite() && largest.is_some_and(|largest| number.abs() > largest)
+            }
+            Op::Select
+            | Op::Binary(BinaryOp::Add | BinaryOp::Sub | BinaryOp::Mul)
+            | Op::Unary(UnaryOp::Neg) => data.inputs.iter().any(|&value| of_operand(value)),
+            op => op.is_movement() && data.inputs.iter().any(|&value| of_operand(value)),
+        };
+        for &value in &data.outputs {
+            self.beyond[value] = beyond && self.graph.dtype(value).is_float();
+        }
+    }
+
+    fn follow_formulas(&mut self, data: &NodeData) {
+        let follows = data.op.is_pointwise() || data.op.is_movement();
+        if !follows || !data.provenance.phase.is_after_forward() {
+            return;
+        }
+        self.formulas[data.outputs[0]] = data.inputs.iter().all(|&value| {
+            let made = self.graph.def(value);
+            self.formulas[value] || !made.provenance.phase.is_after_forward()
+        });
+    }
+
+    fn follow_state(&mut self, data: &NodeData) {
+        let Some(&result) = data.outputs.first() else {
+            return;
+        };
+        if let Op::Parameter { .. } = data.op {
+            self.state[result] = self.graph.dtype(result) == DType::F32;
+        } else if data.op.is_pointwise() && data.provenance.phase.is_after_forward() {
+            let ty = self.graph.ty(result);
+            let mut inputs = data.inputs.iter();
+            self.state[result] = inputs.any(|&value| self.state[value] && self.graph.ty(value) == ty);
+        }
+    }
+
+    /// Leaves of what follows from arguments that which leads to an output.
+    fn follow_to_state(&mut self, data: &NodeData) {
+        let Some(&result) = data.outputs.first() else {
+            return;
+        };
+        if self.state[result] && self.users.outputs(result) == 0 {
+            let mut users = self.users.of(result).iter();
+            self.state[result] = users.any(|&user| {
+                let made = self.graph.node(user).outputs.first();
+                made.is_some_and(|&made| self.state[made] && self.graph.ty(made) == self.graph.ty(result))
+            });
+        }
     }
 
     fn count_sums(&mut self, data: &NodeData) {

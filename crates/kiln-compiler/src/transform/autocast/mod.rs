@@ -64,7 +64,7 @@ pub fn autocast(
     // What f16 holds ends at 65,504.
     let narrow_gradients = policy.narrow_weight_gradients && dtype == DType::BF16;
     let narrow_factors = policy.narrow_factors && dtype == DType::BF16;
-    let facts = Facts::new(graph, narrow_gradients, narrow_factors);
+    let facts = Facts::new(graph, dtype, narrow_gradients, narrow_factors);
     if !facts.has_work() {
         return Ok((widen::widen_at_readers(graph)?, None));
     }

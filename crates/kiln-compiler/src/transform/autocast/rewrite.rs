@@ -205,11 +205,11 @@ impl<'a> Rewrite<'a> {
             && inputs.all(|&value| self.settled[value] || self.is_number(value))
     }
 
-    /// Whether every element of `value` is the same constant.
+    /// Whether every element of `value` is the same constant, which 16 bits can hold.
     fn is_number(&self, value: Value) -> bool {
         let data = self.old.def(value);
         match data.op {
-            Op::Constant { .. } => true,
+            Op::Constant { .. } => !self.facts.is_beyond(value),
             Op::Broadcast { .. } | Op::Reshape(_) => self.is_number(data.inputs[0]),
             _ => false,
         }
