@@ -33,6 +33,12 @@ pub type KilnTensor = RouterTensor<KilnClient>;
 ///     classes: usize,
 /// }
 /// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is no input or output of a compiled step",
+    label = "holds something that is neither a tensor of Kiln nor a plain value",
+    note = "a struct or enum of tensors and plain values derives it: `#[derive(Clone, kiln::StepInput)]`",
+    note = "pass tensors by value; in place of `&str` and maps take `String` and `Vec`"
+)]
 pub trait StepInput: Sized {
     /// Shows every tensor and every plain value to `visitor`, in a fixed order.
     fn visit(&self, visitor: &mut InputVisitor);
@@ -120,6 +126,10 @@ pub(crate) fn inspect(input: &impl StepInput) -> (Vec<TensorIr>, Signature) {
 }
 
 /// `Kiln` or `Autodiff<Kiln>`: the backends whose tensors a step can take.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` is not the backend `Kiln`",
+    note = "put model and data on `Autodiff<Kiln>` (`Kiln` for inference): `type B = Autodiff<Kiln>;`"
+)]
 pub trait KilnBackend:
     Backend<Device = kiln_burn::KilnDevice, IntTensorPrimitive = KilnTensor, BoolTensorPrimitive = KilnTensor>
 {

@@ -301,6 +301,17 @@ impl Parameters {
         drop(model.clone().map(&mut look));
         Self(look.seen)
     }
+
+    /// The tensors of the same model `before` a forward pass, which changed running statistics. Those of other
+    /// shapes are not the model's: ranks divide parameters, which no forward pass changes.
+    pub(super) fn or_before(self, before: Self) -> Self {
+        let pairs = self.0.into_iter().zip(before.0);
+        let chosen = pairs.map(|(now, before)| match (now, before) {
+            (Some(now), Some(before)) if now.shape() == before.shape() => Some(before),
+            (now, _) => now,
+        });
+        Self(chosen.collect())
+    }
 }
 
 /// Collects tensors.

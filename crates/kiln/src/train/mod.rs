@@ -101,6 +101,11 @@ impl<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> StepOptimi
 
 /// The result of the loss closure of a [`TrainStep`]: the loss, alone or first in a pair with other tensors
 /// that should leave the step (logits, metrics). Both leave without their autodiff history.
+#[diagnostic::on_unimplemented(
+    message = "the closure of a `TrainStep` returns no loss",
+    label = "the closure returns `{Self}`",
+    note = "return the loss, a `Tensor<B, 1>`, or a pair of the loss and all other results: `(loss, (logits, hits))`"
+)]
 pub trait StepOutput<B: TrainBackend>: StepInput + Clone {
     /// The loss whose gradients train the model, of one element.
     fn loss(&self) -> Tensor<B, 1>;

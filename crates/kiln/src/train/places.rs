@@ -183,11 +183,9 @@ where
     records.sort_by_key(|(parameter, _)| parameter.val());
     let mut found = Vec::new();
     for (parameter, record) in records {
-        let name = names
-            .parameters
-            .get(&parameter)
-            .cloned()
-            .unwrap_or_else(|| "a parameter".into());
+        let name = names.parameters.get(&parameter).cloned().unwrap_or_else(|| {
+            format!("parameter {} that the model does not have", parameter.serialize()).into()
+        });
         let tensors = tensors_of::<B, O>(record);
         found.extend(tensors.into_iter().enumerate().map(|(index, tensor)| Found {
             name: format!("optimizer state {index} of {name}").into(),
@@ -321,6 +319,8 @@ impl Cells {
 #[derive(Default)]
 struct Swap {
     taken: Vec<KilnTensor>,
+    /// Which of those each placeholder stands for: several places of a model may share one cell.
+    placeholders: HashMap<TensorId, usize>,
 }
 
 /// Puts these tensors there, in order.
@@ -393,7 +393,13 @@ impl Swap {
         let placeholder = tensor
             .client
             .zeros([0].into(), burn_backend::TensorMetadata::dtype(&tensor));
-        self.taken.push(tensor);
+        let taken = match self.placeholders.get(&tensor.clone().into_ir().id) {
+            Some(&earlier) => self.taken[earlier].clone(),
+            None => tensor,
+        };
+        self.placeholders
+            .insert(placeholder.clone().into_ir().id, self.taken.len());
+        self.taken.push(taken);
         placeholder
     }
 }

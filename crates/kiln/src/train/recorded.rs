@@ -19,6 +19,7 @@ use super::loss_scale;
 use super::places::{self, Cells, Found};
 use super::plan::{self, Obstacle, Plan, Scrutiny, Trace};
 use super::recording::{Recorded, Recording, Refused, Rehearsed};
+use super::rehearsal::host_parts;
 use super::variants::Variant;
 use super::weights::{Stored, Storing};
 use super::{Cause, StepOutput, TrainBackend, TrainError, TrainStep};
@@ -80,6 +81,10 @@ where
             first_state: self.replays.then_some(self.start),
             traced,
             rehearses: earlier.is_some(),
+            host: match earlier {
+                Some(_) => host_parts(&optim),
+                None => Default::default(),
+            },
             scaling: self.scaling,
             // A failed step leaves the scale as it is.
             scale: self.loss_scale.clone(),
@@ -162,8 +167,9 @@ where
             (self.rounded, self.copies) = (None, None);
         }
         let scrutiny = match cause {
-            Cause::Disturbed(_) => Scrutiny::Numbers,
-            Cause::Optimizer | Cause::Input => Scrutiny::SameStep,
+            // The optimizer may give the results of one step to other places.
+            Cause::Disturbed(_) | Cause::Optimizer => Scrutiny::Numbers,
+            Cause::Input => Scrutiny::SameStep,
             _ => Scrutiny::All,
         };
         self.history.note(cause);
@@ -304,7 +310,7 @@ where
             last_equal,
             call,
         };
-        tracing::warn!(target: "kiln", "{error}. It is recorded at every call from now on");
+        kiln_log::warn!(target: "kiln", "{error}. It is recorded at every call from now on");
         self.history.obstacle = Some(error.to_string());
         match self.strict {
             true => Err(error),
@@ -315,7 +321,7 @@ where
     /// Warns once that the step will be recorded at each call.
     fn give_up(&mut self, reason: &String) {
         if !self.warned.contains(reason) {
-            tracing::warn!(target: "kiln", "the training step is recorded at every call, which costs host time: {reason}");
+            kiln_log::warn!(target: "kiln", "the training step is recorded at every call, which costs host time: {reason}");
             self.warned.push(reason.clone());
         }
     }

@@ -20,7 +20,7 @@ use super::loss_scale::{self, LossScale, Parameters, Skip};
 use super::masters::Masters;
 use super::places::{self, Cells, Found};
 use super::ranks;
-use super::rehearsal::{Rehearsal, trained_parameters};
+use super::rehearsal::{HostParts, Rehearsal, trained_parameters};
 use super::shards::{Shapes, Shards};
 use super::weights::{Before, Copies, Stored};
 use super::{Start, StepOutput, TrainBackend, Trained};
@@ -47,6 +47,8 @@ pub(super) struct Recording<'a, B: TrainBackend, M: AutodiffModule<B>, O: Simple
     pub traced: bool,
     /// Whether there is another call to compare it with.
     pub rehearses: bool,
+    /// The numbers of the optimizer's state before the call that are no tensors, if it rehearses.
+    pub host: HostParts,
     /// How the loss is scaled, and where that stands or begins.
     pub scaling: Option<LossScaling>,
     /// See `scaling`.
@@ -127,6 +129,8 @@ where
             }
             None => (None, model, None),
         };
+        // The forward pass changes running statistics, which a skipped step keeps.
+        let kept = self.scaling.map(|_| Parameters::of::<B, M>(&model));
         let differentiated = self.differentiate(computed.as_ref().unwrap_or(&model), input);
         drop(computed);
         let Differentiated {
@@ -163,7 +167,7 @@ where
             let skip = state.unscale(&*model, &mut gradients, shapes.is_some());
             (state.next(&skip, &scaling), skip)
         });
-        let skip = scaled.as_ref().map(|(_, skip)| skip);
+        let skip = scaled.as_ref().map(|(_, skip)| skip).zip(kept);
         let masters = self.masters.take();
         let updated = self.update((model, optim), masters, gradients, shapes, skip, narrow.as_ref());
         let (model, copies) = match narrow.filter(|_| updated.masters.is_none()) {
@@ -223,14 +227,15 @@ where
     }
 
     /// Runs the optimizer on a model, or on this rank's shares of its parameters, whose shapes are `shapes`
-    /// then: those of the master copy if ranks divide one.
+    /// then: those of the master copy if ranks divide one. A step that may be skipped comes with the tensors
+    /// of the whole model before the forward pass.
     fn update(
         &self,
         (mut model, optim): Trained<B, M, O>,
         masters: Option<Masters>,
         mut gradients: GradientsParams,
         shapes: Option<Shapes>,
-        skip: Option<&Skip>,
+        skip: Option<(&Skip, Parameters)>,
         narrow: Option<&Before<M>>,
     ) -> Updated<B, M, O> {
         if let (Some(shards), Some(shapes)) = (self.shards, &shapes) {
@@ -259,7 +264,10 @@ where
             true => places::of_optimizer(&*model, &optim),
             false => Vec::new(),
         };
-        let unless_skipped = skip.map(|skip| (skip, Parameters::of::<B, M>(&model), optim.to_record()));
+        let unless_skipped = skip.map(|(skip, kept)| {
+            let parameters = Parameters::of::<B, M>(&model).or_before(kept);
+            (skip, parameters, optim.to_record())
+        });
         let start = record::position();
         let mut model = Box::new(optim.step(self.rate, *model, gradients));
         if let Some((skip, parameters, records)) = unless_skipped {
@@ -301,7 +309,7 @@ where
         };
         let shares = shares.as_ref().map(|(shares, _)| shares);
         let rehearsed = shares.or(stored).unwrap_or(model);
-        let mut rehearsal = Rehearsal::new(rehearsed, optim, &parameters, narrow.is_some())?;
+        let mut rehearsal = Rehearsal::new(rehearsed, optim, &parameters, narrow.is_some(), &self.host)?;
         let scalars = rehearsal.scalars(self.rate)?;
         rehearsal.commit();
         Some((scalars, rehearsal))

@@ -12,10 +12,12 @@
 //! but host fields such as `time` do not change. [`Rehearsal::catch_up`] repairs that: each parameter gets
 //! its representative's state, with the parameter's own tensors put in (`kiln_burn::record::exchange`).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
+use burn_backend::TensorMetadata;
 use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
-use burn_ir::ScalarIr;
+use burn_core::record::{FullPrecisionSettings, Record};
+use burn_ir::{ScalarIr, TensorId};
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::record::AdaptorRecord;
 use burn_optim::{GradientsParams, LearningRate, Optimizer, SimpleOptimizer};
@@ -26,6 +28,7 @@ use kiln_burn::{Kiln, KilnDevice};
 use super::places::{tensors_of, with_state};
 use super::shadow::{Shadow, ShadowOptimizer, is_blind_to_shapes, without_state};
 use super::{TrainBackend, Trained};
+use crate::input::KilnTensor;
 
 /// The parameters of `model` that have a gradient, in the order in which an optimizer visits them.
 pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
@@ -34,17 +37,20 @@ pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
 ) -> Vec<ParamId> {
     struct Visitor<'a> {
         gradients: &'a GradientsParams,
+        seen: HashSet<ParamId>,
         found: Vec<ParamId>,
     }
     impl<B: TrainBackend> ModuleVisitor<B> for Visitor<'_> {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-            if self.gradients.get::<Kiln, D>(param.id).is_some() {
+            // Of places that share a parameter's id the optimizer updates the first.
+            if self.gradients.get::<Kiln, D>(param.id).is_some() && self.seen.insert(param.id) {
                 self.found.push(param.id);
             }
         }
     }
     let mut visitor = Visitor {
         gradients,
+        seen: HashSet::new(),
         found: Vec::new(),
     };
     model.visit(&mut visitor);
@@ -57,6 +63,9 @@ struct Class {
     representative: ParamId,
     /// What one update is, with the rank of the parameters and the scalars at a sample rate.
     update: (usize, Form, Vec<ScalarIr>),
+    /// Where its results go, and the numbers of the state that are no tensors; nothing where the optimizer's
+    /// source says that they follow from the rest.
+    besides: (Vec<u64>, Option<Vec<u8>>),
     /// Number of its operations.
     length: usize,
 }
@@ -134,6 +143,7 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
         optim: &OptimizerAdaptor<O, M, B>,
         parameters: &[ParamId],
         widened: bool,
+        host: &HostParts,
     ) -> Option<Self> {
         let shadow = rehearse(|| Shadow::of(model, parameters, widened))?.0;
         let plain: ShadowOptimizer<B, O> = without_state(optim);
@@ -143,16 +153,25 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
         let mut class_of = HashMap::new();
         for (parameter, rank) in shadow.parameters() {
             let record = records.get(&parameter).cloned();
-            let own = record.into_iter().map(|record| (parameter, record)).collect();
+            let own = record.iter().map(|record| (parameter, record.clone())).collect();
             let alone = Box::new(shadow.only(&[parameter]));
+            let host = host.get(&parameter).cloned();
             let mut trained = Some((alone, plain.clone().load_record(own)));
             let ((), recorded) = rehearse_shadow(&mut trained, SAMPLE_RATE)?;
+            let routes = match (blind, &trained) {
+                (false, Some((model, optim))) => routes(&**model, optim, &recorded),
+                _ => Vec::new(),
+            };
+            let besides = (routes, host);
             let update = (rank, Form::of(&recorded, blind), recorded.scalars);
-            let known = classes.iter().position(|class| class.update == update);
+            let known = classes
+                .iter()
+                .position(|class| class.update == update && class.besides == besides);
             let class = known.unwrap_or_else(|| {
                 classes.push(Class {
                     representative: parameter,
                     update,
+                    besides,
                     length: recorded.operations.len(),
                 });
                 classes.len() - 1
@@ -196,6 +215,10 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
         let mut shadow = Some((self.model.take()?, self.optim.clone()));
         let ((), recorded) = rehearse_shadow(&mut shadow, lr)?;
         let (model, next) = shadow?;
+        let routes = match is_blind_to_shapes::<O>() {
+            true => Vec::new(),
+            false => routes(&*model, &next, &recorded),
+        };
         self.model = Some(model);
         if self.updates.words.is_empty() {
             let operations: usize = self.classes.iter().map(|class| class.length).sum();
@@ -204,6 +227,7 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
             }
         }
         self.updates.words = recorded.identity.words;
+        self.updates.words.extend(routes);
         self.next = Some(next);
         let expected: usize = self.classes.iter().map(Class::scalars).sum();
         (recorded.scalars.len() == expected).then_some(recorded.scalars)
@@ -278,6 +302,69 @@ pub(super) fn rehearse_shadow<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
             let model = Box::new(optim.step(lr, *model, gradients));
             *shadow = Some((model, optim));
         }
+    })
+}
+
+/// Which result or input of a rehearsal each parameter and each tensor of the optimizer's state is after it:
+/// host code may give results of the same operations to other places.
+fn routes<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
+    model: &Shadow<B>,
+    optim: &ShadowOptimizer<B, O>,
+    recorded: &Recorded,
+) -> Vec<u64> {
+    let route = |id: TensorId| {
+        let result = recorded.output_ids.iter().position(|&output| output == id);
+        let input = || recorded.inputs.iter().position(|input| input.ir.id == id);
+        match result {
+            Some(result) => (result as u64) << 1,
+            None => input().map_or(u64::MAX, |input| (input as u64) << 1 | 1),
+        }
+    };
+    let mut state = optim.to_record();
+    let mut all = Vec::new();
+    for (parameter, tensor) in model.tensors() {
+        all.push(route(tensor));
+        let tensors = state
+            .remove(&parameter)
+            .map(tensors_of::<B, O>)
+            .unwrap_or_default();
+        all.push(tensors.len() as u64);
+        all.extend(tensors.into_iter().map(|tensor| route(tensor.into_ir().id)));
+    }
+    all
+}
+
+/// The numbers of each parameter's state that are no tensors, as its record has them.
+pub(super) type HostParts = HashMap<ParamId, Vec<u8>>;
+
+/// The host parts of `optim`'s state: parameters that differ there may take other branches later. Not inside of a
+/// recording, which would note that tensors without elements are read. Nothing of optimizers whose numbers tell.
+pub(super) fn host_parts<B, M, O>(optim: &OptimizerAdaptor<O, M, B>) -> HostParts
+where
+    B: TrainBackend,
+    M: AutodiffModule<B>,
+    O: SimpleOptimizer<Kiln>,
+{
+    if is_blind_to_shapes::<O>() {
+        return HostParts::new();
+    }
+    let records = optim.to_record().into_iter();
+    records
+        .map(|(parameter, record)| (parameter, host_part::<B, O>(record)))
+        .collect()
+}
+
+fn host_part<B: TrainBackend, O: SimpleOptimizer<Kiln>>(record: AdaptorRecord<O, B>) -> Vec<u8> {
+    let hollow = |tensor: KilnTensor| {
+        let shape = vec![0; tensor.shape().num_dims()];
+        tensor.client.zeros(shape.into(), tensor.dtype())
+    };
+    let tensors = tensors_of(record.clone()).into_iter().map(hollow).collect();
+    with_state!(record, |state, D| {
+        let state = exchange::replace(tensors, |device: &KilnDevice| O::to_device::<D>(state, device));
+        let item = state.map(|state| Record::<Kiln>::into_item::<FullPrecisionSettings>(state));
+        item.and_then(|item| serde_json::to_vec(&item).ok())
+            .unwrap_or_default()
     })
 }
 

@@ -9,6 +9,7 @@ use std::collections::HashSet;
 
 use burn_core as burn;
 use burn_core::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId};
+use burn_ir::TensorId;
 use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{Adam, AdamW, GradientsParams, RmsProp, Sgd, SimpleOptimizer};
 use burn_tensor::backend::Backend;
@@ -103,6 +104,18 @@ impl<B: TrainBackend> Shadow<B> {
         let mut all = Vec::new();
         each_rank!(self, |params, D| all
             .extend(params.iter().map(|param| (param.id, D))));
+        all
+    }
+
+    /// The parameters in the order of a visit, each with the tensor that it has.
+    pub(super) fn tensors(&self) -> Vec<(ParamId, TensorId)> {
+        let mut all = Vec::new();
+        each_rank!(self, |params, D| all.extend(params.iter().map(
+            |param: &Param<Tensor<B, D>>| {
+                let tensor = B::to_kiln(param.val().into_primitive().tensor());
+                (param.id, tensor.into_ir().id)
+            }
+        )));
         all
     }
 

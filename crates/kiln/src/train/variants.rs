@@ -25,7 +25,7 @@ use kiln_profile::Category;
 use super::history::Cause;
 use super::places;
 use super::plan::{Plan, Trace};
-use super::rehearsal::Rehearsal;
+use super::rehearsal::{Rehearsal, host_parts};
 use super::shards::Shards;
 use super::{TrainBackend, Trained};
 use crate::input::{Signature, StepInput};
@@ -197,7 +197,8 @@ where
                 None => None,
             };
             let rehearsed = own.as_ref().map_or(&*model, |(own, _)| own);
-            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened);
+            let host = host_parts(&optim);
+            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened, &host);
             *trained = Some((model, optim));
         }
         let rehearsal = self.rehearsal.as_mut()?;
