@@ -4,7 +4,9 @@ use burn_backend::backend::ExecutionError;
 use burn_backend::backend::ops::IntTensorOps;
 use burn_backend::{Backend, DType, DTypeUsageSet, Shape, TensorData};
 use burn_flex::{Flex, FlexDevice};
-use burn_ir::{CustomOpIr, FullOpIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr};
+use burn_ir::{
+    CustomOpIr, FullOpIr, ModuleOperationIr, NumericOperationIr, OperationIr, ScalarIr, TensorId, TensorIr,
+};
 use burn_router::{RouterTensor, RunnerClient};
 use burn_std::future::DynFut;
 
@@ -14,6 +16,7 @@ use crate::error::Error;
 use crate::host_data::{IOTA, Pattern};
 use crate::record::BreakReason;
 use crate::record::session;
+use crate::record::{type_text, user_location};
 use crate::storage::Storage;
 use crate::{random, ranks, table};
 
@@ -117,11 +120,30 @@ fn to_burn(error: Error) -> ExecutionError {
     }
 }
 
+/// Panics if a linear layer's input has another width than its weight takes: Burn looks at the shapes of
+/// products, not of this operation, and the shapes that follow would be wrong.
+fn assert_that_shapes_fit(operation: &OperationIr) {
+    let OperationIr::Module(ModuleOperationIr::Linear(linear)) = operation else {
+        return;
+    };
+    let (x, weight) = (&linear.x, &linear.weight);
+    let (found, wanted) = (x.shape.last(), weight.shape.first());
+    if found != wanted {
+        let place = user_location().map_or_else(String::new, |place| format!(", at {place}"));
+        panic!(
+            "Linear: the last dimension of the input ({}) is not the first of the weight ({}){place}",
+            type_text(x),
+            type_text(weight),
+        );
+    }
+}
+
 impl RunnerClient for KilnClient {
     type Device = KilnDevice;
 
     fn register_op(&self, operation: OperationIr) {
         let is_drop = matches!(operation, OperationIr::Drop(_));
+        assert_that_shapes_fit(&operation);
         match ranks::replaced(&operation, || self.new_id()) {
             Some(operations) => operations
                 .into_iter()

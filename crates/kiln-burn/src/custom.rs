@@ -82,7 +82,7 @@ pub(crate) fn id(operation: &OperationIr) -> Option<&str> {
 pub(crate) fn say_that_copies(names: impl Iterator<Item = String>) {
     for name in names.filter(|name| name.starts_with(PREFIX)) {
         if known().said.insert(name.clone()) {
-            tracing::warn!(
+            kiln_log::warn!(
                 target: "kiln",
                 "the operation {name} runs on the host: on a GPU each call copies its operands there and its results back"
             );

@@ -135,7 +135,7 @@ impl KilnDevice {
             let name = std::env::var("KILN_DEVICE").ok()?;
             let device = KilnDevice::parse(&name);
             if device.is_none() {
-                tracing::warn!(
+                kiln_log::warn!(
                     "KILN_DEVICE={name} names no device (expected cpu, cuda, cuda:ORDINAL, lazy or lazy:BACKEND); using cpu"
                 );
             }

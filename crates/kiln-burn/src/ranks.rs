@@ -192,7 +192,7 @@ pub(crate) fn connect(gpu: &Gpu, graph: &Graph) -> Result<Option<Graph>, Execute
         Err(error @ CudaError::MissingLibrary { .. }) if world.has_mpi() => {
             static WARNED: Once = Once::new();
             WARNED.call_once(|| {
-                tracing::warn!(
+                kiln_log::warn!(
                     target: "kiln",
                     "gradients take the way through the host and MPI, one after the other: {error}"
                 );

@@ -36,6 +36,6 @@ pub fn write(folder: &Path, dumps: &Dumps, graph: &Graph, schedule: &Schedule, p
 /// Warns if a part of the dump in `folder` could not be `written`.
 pub fn warn_unless_written(folder: &Path, written: io::Result<()>) {
     if let Err(error) = written {
-        tracing::warn!(folder = %folder.display(), %error, "the debug dump cannot be written");
+        kiln_log::warn!(folder = %folder.display(), %error, "the debug dump cannot be written");
     }
 }

@@ -145,7 +145,7 @@ impl Place {
         let mut known = known.into_iter();
         let local = known.find_map(|[rank, size]| Some((number(rank)?, number(size))));
         if local.is_none() && size > 1 {
-            tracing::warn!(
+            kiln_log::warn!(
                 target: "kiln",
                 "{} started rank {rank} of {size}, and no variable says which one of its machine it is: it takes \
                  itself for the first, and the first GPU. Set {} if there are several ranks on a machine",

@@ -313,7 +313,7 @@ impl<M: Maker> Family<M> {
             Ok(learned) => learned,
             // Not even constants compile.
             Err(Failure::Rejected { file, log, .. }) => {
-                tracing::warn!(target: "kiln::family", file, log, "functions do not compile");
+                kiln_log::warn!(target: "kiln::family", file, log, "functions do not compile");
                 state.refusal = Some(reason);
                 return self.alone(&mut state, graph);
             }

@@ -264,7 +264,7 @@ impl<M: Maker> State<M> {
             built => return Ok(vec![built?]),
         };
         if let [template] = &templates[..] {
-            tracing::warn!(target: "kiln::family", file, log, "a function with variables does not compile");
+            kiln_log::warn!(target: "kiln::family", file, log, "a function with variables does not compile");
             self.rejected.insert(template.pattern.skeleton);
             return Ok(Vec::new());
         }

@@ -247,7 +247,7 @@ impl Checkpoint {
         let (file, mapped, owned) = if pickled {
             let archive = pytorch::open(path)?;
             if !archive.code.is_empty() {
-                tracing::warn!(
+                kiln_log::warn!(
                     "{} holds code besides tensors ({}). None of it was run, here or ever; Python's `torch.load` with \
                      `weights_only=False` would run it, so do not open the file so",
                     path.display(),

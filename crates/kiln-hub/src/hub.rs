@@ -165,7 +165,7 @@ impl Hub {
                 let Ok(snapshot) = self.cached_snapshot(repository, &why) else {
                     return Err(error);
                 };
-                tracing::warn!(repository, %error, "using the cached files");
+                kiln_log::warn!(repository, %error, "using the cached files");
                 Ok(snapshot)
             }
         }

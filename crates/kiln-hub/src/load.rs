@@ -113,7 +113,7 @@ pub fn load_into_with<B: Backend, M: Module<B>>(
     let map = map.into();
     let (plan, mut loaded) = compare(&list_params::<B, M>(&module), checkpoint, &map, options)?;
     if !loaded.new_heads.is_empty() {
-        tracing::warn!(
+        kiln_log::warn!(
             "{} has no such head: {} start from random values",
             checkpoint.place(),
             loaded.new_heads.join(", ")

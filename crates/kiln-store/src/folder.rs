@@ -62,12 +62,12 @@ impl CacheFolder {
         let limit = std::env::var("KILN_CACHE_BYTES").ok().and_then(|value| match value.trim().parse() {
             Ok(bytes) => Some(bytes),
             Err(error) => {
-                tracing::warn!(%value, %error, "KILN_CACHE_BYTES is not a number of bytes; using the default");
+                kiln_log::warn!(%value, %error, "KILN_CACHE_BYTES is not a number of bytes; using the default");
                 None
             }
         });
         if root.is_none() {
-            tracing::warn!("no cache folder: set KILN_CACHE_DIR; steps are compiled for this process alone");
+            kiln_log::warn!("no cache folder: set KILN_CACHE_DIR; steps are compiled for this process alone");
         }
         Self::with(root, limit.unwrap_or(DEFAULT_LIMIT))
     }
@@ -189,7 +189,7 @@ impl CacheFolder {
             let root = self
                 .path()
                 .map_or_else(String::new, |root| root.display().to_string());
-            tracing::warn!(
+            kiln_log::warn!(
                 "{action} the cache {root}: {error}; what is made is made for this process alone (set \
                  KILN_CACHE_DIR to a folder that can be written)"
             );

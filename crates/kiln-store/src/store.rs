@@ -126,7 +126,7 @@ impl Store {
             Err(Unusable::Absent) => return None,
             Err(Unusable::Damaged(reason)) => reason,
         };
-        tracing::warn!(key, reason, "a damaged entry of the cache is made again");
+        kiln_log::warn!(key, reason, "a damaged entry of the cache is made again");
         if let Err(error) = files.remove(self.extension) {
             self.root.warn_once("removing a damaged entry of", &error);
         }

@@ -268,7 +268,7 @@ impl<F> CompiledFn<F> {
     }
 
     fn warn(&self, reason: &str) {
-        tracing::warn!(target: "kiln", function = %self.name, "Burn's own backward pass runs: {reason}");
+        kiln_log::warn!(target: "kiln", function = %self.name, "Burn's own backward pass runs: {reason}");
     }
 
     /// From now on a call that would compile is an error, [`Error::Frozen`], that names the guard that

@@ -13,6 +13,7 @@
 use std::io::IsTerminal;
 use std::sync::Once;
 
+use tracing::level_filters::LevelFilter;
 use tracing_subscriber::EnvFilter;
 
 /// The words that `KILN_LOG` knows, and the events that each shows.
@@ -52,15 +53,34 @@ pub fn filter(text: &str) -> String {
     filter
 }
 
+fn words() -> Vec<&'static str> {
+    WORDS.iter().map(|&(word, _)| word).collect()
+}
+
+/// The parts of `text` that look like words and are none: no filters with a level or a path, no levels, no
+/// crates of Kiln.
+fn unknown(text: &str) -> impl Iterator<Item = &str> {
+    let parts = text.split(',').map(str::trim).filter(|part| !part.is_empty());
+    parts.filter(|part| {
+        let is_filter = part.contains(['=', ':', '[']) || part.starts_with("kiln");
+        !is_filter && !words().contains(part) && part.parse::<LevelFilter>().is_err()
+    })
+}
+
 /// Writes events to standard error as `KILN_LOG` says; warnings only if it is not set. Does nothing if the
 /// program has a subscriber already.
 pub fn init() {
     let text = std::env::var("KILN_LOG").unwrap_or_default();
+    for part in unknown(&text) {
+        eprintln!(
+            "KILN_LOG: {part} is none of {}, and is taken for a target",
+            words().join(", ")
+        );
+    }
     let filter = EnvFilter::try_new(filter(&text)).unwrap_or_else(|error| {
-        let words: Vec<&str> = WORDS.iter().map(|&(word, _)| word).collect();
         eprintln!(
             "KILN_LOG is not understood ({error}); it takes {}, or a level",
-            words.join(", ")
+            words().join(", ")
         );
         EnvFilter::new("warn")
     });
@@ -83,4 +103,15 @@ pub(crate) fn init_if_asked() {
             init();
         }
     });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::unknown;
+
+    #[test]
+    fn misspelt_words_are_found() {
+        let found: Vec<&str> = unknown("recompile, graph_breaks,debug,kiln=info,mine::part,cash").collect();
+        assert_eq!(found, ["recompile", "cash"]);
+    }
 }

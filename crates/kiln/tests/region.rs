@@ -791,3 +791,21 @@ fn a_product_of_an_empty_batch_is_empty() {
     // A sum of nothing.
     assert_eq!(values(ones([2, 3, 0]).matmul(ones([1, 0, 2]))), [0.0; 12]);
 }
+
+#[test]
+fn a_linear_layer_of_another_width_is_named_with_its_line() {
+    let x = Tensor::<Kiln, 2>::ones([4, 5], &device());
+    let weight = Tensor::<Kiln, 2>::ones([6, 8], &device());
+    let layer = || burn_tensor::module::linear(x.clone(), weight.clone(), None);
+    let mut region = region();
+    for recorded in [false, true] {
+        let result = catch_unwind(AssertUnwindSafe(|| match recorded {
+            true => drop(region.run(layer)),
+            false => drop(layer()),
+        }));
+        let said = result.unwrap_err();
+        let said = said.downcast_ref::<String>().unwrap();
+        let wanted = "Linear: the last dimension of the input (f32 [4, 5]) is not the first of the weight (f32 [6, 8]), at ";
+        assert!(said.starts_with(wanted) && said.contains("region.rs:"), "{said}");
+    }
+}

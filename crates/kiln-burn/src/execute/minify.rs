@@ -218,7 +218,7 @@ impl Suspect<'_> {
 
     fn explained(&self, error: ExecuteError, folder: &Path, wanted: fn(&Fault) -> bool) -> ExecuteError {
         let seconds = SEARCH.as_secs();
-        tracing::warn!(
+        kiln_log::warn!(
             target: "kiln",
             region = %self.graph.name,
             "KILN_MINIFY: looking for the smallest graph that shows this, for up to {seconds} s: {error}"

@@ -472,7 +472,7 @@ fn say_once(text: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
     if said.insert(text.to_owned()) {
-        tracing::warn!(target: "kiln", "{text}");
+        kiln_log::warn!(target: "kiln", "{text}");
     }
 }
 

@@ -162,7 +162,8 @@ pub enum ReplayError {
     /// next value.
     #[error(
         "the closure keeps a tensor ({ty}) from one call to the next outside the model; keep it in the model (a `RunningState`, a parameter), or \
-         pass it as an input of the step and return the new value"
+         pass it as an input of the step and return the new value. (What the model computes with gradients and the loss does not \
+         reach is kept by Burn's autodiff: return it detached, compute it with `model.valid()`, or freeze its layers with `no_grad()`)"
     )]
     Kept {
         /// Its type and shape.

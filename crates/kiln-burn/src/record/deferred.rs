@@ -26,7 +26,7 @@ impl Keeper for Deferred {
         let Some(recorded) = recorded.take() else {
             return;
         };
-        tracing::warn!(
+        kiln_log::warn!(
             target: "kiln",
             "a call of `{}` did not end, and a tensor that it has assigned is needed: its {} operations run \
              one by one on the CPU",

@@ -122,6 +122,6 @@ pub fn write_stream(folder: &Path, text: &str) {
     let written =
         std::fs::create_dir_all(folder).and_then(|()| std::fs::write(folder.join("recorded.txt"), text));
     if let Err(error) = written {
-        tracing::warn!(folder = %folder.display(), %error, "the debug dump cannot be written");
+        kiln_log::warn!(folder = %folder.display(), %error, "the debug dump cannot be written");
     }
 }

@@ -417,8 +417,10 @@ impl Region {
 
     /// The compiled step that agrees longest; none if there is no step.
     fn nearest(&self, segment: usize, recorded: &Recorded) -> Option<&Arc<Step>> {
+        // Of those that agree as long, the one that ran last.
         self.segments[segment]
             .iter()
+            .rev()
             .max_by_key(|step| step.guard.agreement(recorded))
     }
 
@@ -464,7 +466,7 @@ impl Region {
         if std::mem::replace(&mut self.warned_limit, true) {
             return;
         }
-        tracing::warn!(
+        kiln_log::warn!(
             target: "kiln::recompiles",
             region = %self.options.name,
             "recompile limit of {} reached; further steps {}.{}",

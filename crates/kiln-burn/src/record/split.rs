@@ -185,7 +185,7 @@ impl SplitRegion {
         if steps.len() >= self.options.recompile_limit && backend > CompileBackend::AotEager {
             // Other ranks, which may be behind the limit or not, wait for what this function exchanges.
             let exchanges = recorded.is_of_ranks();
-            tracing::warn!(
+            kiln_log::warn!(
                 target: "kiln::recompiles",
                 region = %self.options.name,
                 "recompile limit of {} reached; further forward passes {}.{}",

@@ -114,7 +114,7 @@ impl Toolchain {
                         tracing::debug!(compiler = %toolchain.version, isa = %toolchain.isa, "C compiler found");
                         if !passed_over.is_empty() {
                             let (passed, version) = (passed_over.join("; "), &toolchain.version);
-                            tracing::warn!(target: "kiln", "C compiler passed over, {candidate} ({version}) is used instead: {passed}");
+                            kiln_log::warn!(target: "kiln", "C compiler passed over, {candidate} ({version}) is used instead: {passed}");
                         }
                         return Ok(toolchain);
                     }

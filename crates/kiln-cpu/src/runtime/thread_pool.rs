@@ -285,7 +285,7 @@ impl ThreadPool {
             match spawned {
                 Ok(handle) => workers.push(handle),
                 Err(error) => {
-                    tracing::warn!(%error, started = workers.len() + 1, wanted, "fewer threads than asked for");
+                    kiln_log::warn!(%error, started = workers.len() + 1, wanted, "fewer threads than asked for");
                     break;
                 }
             }

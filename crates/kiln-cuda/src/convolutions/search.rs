@@ -264,7 +264,7 @@ impl Convolver {
                     }
                     Ok(None) => {
                         let version = self.version();
-                        tracing::warn!(
+                        kiln_log::warn!(
                             %convolution,
                             "a plan of cuDNN {version} computes something else: not used"
                         );

@@ -369,7 +369,7 @@ impl Gpu {
             }
             let started = Convolver::new(&self.device, library);
             started
-                .inspect_err(|error| tracing::warn!("convolutions use Kiln's own kernels: {error}"))
+                .inspect_err(|error| kiln_log::warn!("convolutions use Kiln's own kernels: {error}"))
                 .ok()
         };
         self.convolver.get_or_init(start).as_ref()
@@ -431,7 +431,7 @@ impl Gpu {
                     Ok(Found::Plans(plan)) => {
                         let prepared = prepare(&plan)?;
                         if plan.timed == 0 {
-                            tracing::warn!(
+                            kiln_log::warn!(
                                 %convolution,
                                 "no memory to try cuDNN's plans on: its first one is used, unchecked, until \
                                  this process ends"
@@ -443,7 +443,7 @@ impl Gpu {
                     Ok(Found::Nothing(error)) => (taken(Err(error))?, Some(None)),
                     // Its plans failed, which they may not do another time.
                     Err(error @ CudaError::Convolution { .. }) => {
-                        tracing::warn!("Kiln's own kernel, until this process ends: {error}");
+                        kiln_log::warn!("Kiln's own kernel, until this process ends: {error}");
                         (None, None)
                     }
                     Err(error) => return Err(error),

@@ -218,7 +218,7 @@ fn warn_of_few_queues() {
     let queues = std::env::var(QUEUES);
     if queues.as_deref() != Ok(ENOUGH_QUEUES) {
         let set = queues.map_or_else(|_| "not set".to_owned(), |queues| format!("{queues:?}"));
-        tracing::warn!(
+        kiln_log::warn!(
             "{QUEUES} is {set}: pictures that the GPU decodes wait for the step that runs, unless it is \
              {ENOUGH_QUEUES} when the program starts"
         );

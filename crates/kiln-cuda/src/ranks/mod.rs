@@ -171,7 +171,7 @@ impl Ranks {
         *self.inner.captures.get_or_init(|| {
             let tried = trial::capture(self);
             if let Err(error) = &tried {
-                tracing::warn!(
+                kiln_log::warn!(
                     target: "kiln",
                     "NCCL's calls cannot be captured into a graph, so steps of several ranks are queued call by call: {error}"
                 );
@@ -269,7 +269,7 @@ impl Drop for Inner {
         };
         let thread = std::thread::Builder::new().name("kiln NCCL end".into());
         if thread.spawn(leave).is_ok() && left.recv_timeout(self.timeout).is_err() {
-            tracing::warn!(target: "kiln", "NCCL does not leave the other ranks");
+            kiln_log::warn!(target: "kiln", "NCCL does not leave the other ranks");
         }
     }
 }

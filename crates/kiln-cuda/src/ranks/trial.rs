@@ -130,12 +130,12 @@ pub(super) fn run(ranks: &Ranks, world: &World) -> Result<()> {
             captured.is_right(ranks, &stream)? && first
         }
         Err(error) => {
-            tracing::warn!(target: "kiln", "{error}");
+            kiln_log::warn!(target: "kiln", "{error}");
             false
         }
     };
     if !right {
-        tracing::warn!(
+        kiln_log::warn!(
             target: "kiln",
             "NCCL's calls do not work in a graph here, so steps of several ranks are queued call by call, which is \
              slower: set NCCL_DEBUG=INFO for NCCL's reason"

@@ -160,7 +160,7 @@ impl Drop for Storage {
             .device
             .check("cuMemFreeAsync", code, || "freeing memory".into())
         {
-            tracing::warn!("{error}");
+            kiln_log::warn!("{error}");
         }
     }
 }

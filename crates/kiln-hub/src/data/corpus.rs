@@ -135,7 +135,7 @@ impl Corpus {
             return Err(DataError::empty(places.join(", "), looked_for));
         }
         if !corpus.left_out.is_empty() {
-            tracing::warn!("left out of the texts: {}", corpus.left_out);
+            kiln_log::warn!("left out of the texts: {}", corpus.left_out);
         }
         Ok(corpus)
     }

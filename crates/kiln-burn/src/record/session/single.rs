@@ -165,7 +165,7 @@ impl Singles {
     /// Warns once that an operation runs on the host.
     fn say(&mut self, name: &str, place: Place, reason: &str) {
         if self.said.insert(name.to_owned()) {
-            tracing::warn!(
+            kiln_log::warn!(
                 target: "kiln",
                 "{name}, outside a compiled step, runs on the host with copies to and from {place}, which is slower: {reason}"
             );

@@ -155,7 +155,7 @@ impl Backward {
         if is_limited && backend > CompileBackend::AotEager {
             backend = CompileBackend::AotEager;
             if !self.warned_limit.swap(true, Ordering::Relaxed) {
-                tracing::warn!(
+                kiln_log::warn!(
                     target: "kiln::recompiles",
                     region = %name,
                     "recompile limit of {recompile_limit} reached: losses have used as many different sets of \
