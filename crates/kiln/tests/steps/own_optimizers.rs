@@ -11,7 +11,10 @@ use kiln::{CompileBackend, KilnDevice, TrainStep};
 
 use crate::harness::*;
 
-const CALLS: usize = 14;
+const CALLS: usize = 40;
+
+/// The updates of a parameter from one that does something else to the next.
+const PERIOD: usize = 12;
 
 #[derive(Record, Clone)]
 struct State<B: Backend, const D: usize> {
@@ -66,13 +69,13 @@ impl<B: Backend, R: Rule> SimpleOptimizer<B> for Averaging<R> {
     }
 }
 
-/// Every fifth call goes on from the average of the weights.
+/// Every twelfth call goes on from the average of the weights.
 #[derive(Clone)]
 struct FromAverage;
 
 impl Rule for FromAverage {
     fn choose<B: Backend, const D: usize>(weight: Tensor<B, D>, state: State<B, D>) -> Choice<B, D> {
-        let weight = match state.calls % 5 {
+        let weight = match state.calls % PERIOD {
             0 => state.first.clone(),
             _ => weight,
         };
@@ -80,14 +83,14 @@ impl Rule for FromAverage {
     }
 }
 
-/// Every fifth call the averages change places.
+/// Every twelfth call the averages change places.
 #[derive(Clone)]
 struct Exchange;
 
 impl Rule for Exchange {
     fn choose<B: Backend, const D: usize>(weight: Tensor<B, D>, state: State<B, D>) -> Choice<B, D> {
         let State { first, second, calls } = state;
-        let (first, second) = match calls % 5 {
+        let (first, second) = match calls % PERIOD {
             0 => (second, first),
             _ => (first, second),
         };
@@ -95,26 +98,26 @@ impl Rule for Exchange {
     }
 }
 
-/// Every fifth update of a parameter forgets one of its averages.
+/// Every twelfth update of a parameter forgets one of its averages.
 #[derive(Clone)]
 struct Restart;
 
 impl Rule for Restart {
     fn choose<B: Backend, const D: usize>(weight: Tensor<B, D>, mut state: State<B, D>) -> Choice<B, D> {
-        if state.calls % 5 == 0 {
+        if state.calls.is_multiple_of(PERIOD) {
             state.second = state.first.clone();
         }
         (weight, state)
     }
 }
 
-/// Every fifth update of a parameter halves it.
+/// Every twelfth update of a parameter halves it.
 #[derive(Clone)]
 struct Halve;
 
 impl Rule for Halve {
     fn choose<B: Backend, const D: usize>(weight: Tensor<B, D>, state: State<B, D>) -> Choice<B, D> {
-        let weight = match state.calls % 5 {
+        let weight = match state.calls % PERIOD {
             0 => weight * 0.5,
             _ => weight,
         };
@@ -185,7 +188,12 @@ fn check<R: Rule + 'static>(rule: R, unfrozen: usize) {
                 );
             }
         }
-        assert!(step.history().replayed > 2, "{}", step.history());
+        assert!(
+            step.history().replayed > 8,
+            "{} {:?}",
+            step.history(),
+            step.history().obstacle
+        );
     }
 }
 
