@@ -417,10 +417,8 @@ impl Region {
 
     /// The compiled step that agrees longest; none if there is no step.
     fn nearest(&self, segment: usize, recorded: &Recorded) -> Option<&Arc<Step>> {
-        // Of those that agree as long, the one that ran last.
         self.segments[segment]
             .iter()
-            .rev()
             .max_by_key(|step| step.guard.agreement(recorded))
     }
 
