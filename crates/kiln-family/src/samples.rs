@@ -20,9 +20,18 @@ const ROUNDS: usize = 5;
 const BATCHES: usize = 48;
 
 /// Sizes at which a batch is sampled: 32nds of the largest size of all samples, which is twice the largest
-/// one that was recorded, and the largest power of two that divides the size. Odd sizes leave a part of a
-/// vector; vectors have up to 16 elements, and kernels take them in pairs.
-const PLACES: [(i64, i64); 7] = [(15, 1), (14, 16), (8, 1), (26, 2), (4, 1), (13, 8), (12, 32)];
+/// one that was recorded, and the largest power of two that divides the size (0 for any even size). Odd sizes
+/// leave a part of a vector; vectors have up to 16 elements, and kernels take them in pairs.
+const PLACES: [(i64, i64); 8] = [
+    (15, 1),
+    (14, 0),
+    (8, 1),
+    (26, 0),
+    (4, 1),
+    (13, 8),
+    (12, 16),
+    (11, 32),
+];
 
 /// What a sample stands for that stands for one size, between those that were recorded.
 pub(crate) const WHOLE: usize = 16;
@@ -611,7 +620,7 @@ mod tests {
     fn a_batch_is_sampled_among_the_sizes_that_there_are() {
         let of = |sizes: &[i64]| pairs(&[2], sizes, PLACES.len(), 0);
         assert_eq!(of(&[9]), [(2, 9); 3]);
-        assert_eq!(of(&[6]), [(2, 6); 4]);
+        assert_eq!(of(&[6]), [(2, 6); 5]);
         assert_eq!(of(&[6, 9]).len(), PLACES.len());
         assert_eq!(of(&[]), []);
     }
