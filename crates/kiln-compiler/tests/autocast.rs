@@ -41,7 +41,8 @@ fn decoder() -> Graph {
     }))
 }
 
-/// Two perceptrons, one of which is updated before the other reads it, three micro-batches, and three updates.
+/// Two perceptrons, one of which is updated before the other reads it, three micro-batches, and three
+/// updates.
 fn others() -> [Graph; 3] {
     [adversarial_step(), accumulating_step(), repeated_step()].map(prepared)
 }

@@ -12,8 +12,8 @@ use kiln_graph::testing::{Family, GraphConfig, random_graph};
 use kiln_graph::{DType, Graph};
 use kiln_partition::testing::{Sizes, decoder_step};
 
-/// Mistakes that newer compilers take for errors by default. Vectors that the machine has in pieces are handed
-/// from one file to another of the same build only.
+/// Mistakes that newer compilers take for errors by default. Vectors that the machine has in pieces are
+/// handed from one file to another of the same build only.
 const STRICT: &str = "-Wall -Wno-psabi -Wno-unused -Wno-unknown-pragmas -Wno-tautological-compare -Werror=incompatible-pointer-types \
                       -Werror=implicit-function-declaration -Werror=int-conversion -Werror=implicit-int -Werror=return-type";
 

@@ -1,9 +1,9 @@
 //! Warnings that are seen.
 //!
-//! Kiln falls back to something slower in a few places, and says so once. It does with `tracing`, whose events
-//! go nowhere in a program without a subscriber, and most programs have none. To install one for them would
-//! make a later `tracing_subscriber::fmt().init()` of theirs panic. So [`warn!`] looks whether anybody listens,
-//! and writes to standard error if nobody does.
+//! Kiln falls back to something slower in a few places, and says so once. It does with `tracing`, whose
+//! events go nowhere in a program without a subscriber, and most programs have none. To install one for them
+//! would make a later `tracing_subscriber::fmt().init()` of theirs panic. So [`warn!`] looks whether anybody
+//! listens, and writes to standard error if nobody does.
 
 use std::io::IsTerminal;
 

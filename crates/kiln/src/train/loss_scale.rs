@@ -302,8 +302,8 @@ impl Parameters {
         Self(look.seen)
     }
 
-    /// The tensors of the same model `before` a forward pass, which changed running statistics. Those of other
-    /// shapes are not the model's: ranks divide parameters, which no forward pass changes.
+    /// The tensors of the same model `before` a forward pass, which changed running statistics. Those of
+    /// other shapes are not the model's: ranks divide parameters, which no forward pass changes.
     pub(super) fn or_before(self, before: Self) -> Self {
         let pairs = self.0.into_iter().zip(before.0);
         let chosen = pairs.map(|(now, before)| match (now, before) {

@@ -69,6 +69,10 @@ use weights::Copies;
 pub use weights::{Weights, cast_parameters};
 
 /// The backends a model can be trained on: `Autodiff<Kiln>`, with any checkpointing strategy.
+#[diagnostic::on_unimplemented(
+    message = "a `TrainStep` trains models on `Autodiff<Kiln>`, not on `{Self}`",
+    note = "put model and data on that backend: `type B = Autodiff<Kiln>;`"
+)]
 pub trait TrainBackend: KilnBackend + AutodiffBackend<InnerBackend = Kiln> {}
 
 impl<B: KilnBackend + AutodiffBackend<InnerBackend = Kiln>> TrainBackend for B {}

@@ -337,8 +337,9 @@ fn routes<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
 /// The numbers of each parameter's state that are no tensors, as its record has them.
 pub(super) type HostParts = HashMap<ParamId, Vec<u8>>;
 
-/// The host parts of `optim`'s state: parameters that differ there may take other branches later. Not inside of a
-/// recording, which would note that tensors without elements are read. Nothing of optimizers whose numbers tell.
+/// The host parts of `optim`'s state: parameters that differ there may take other branches later. Not inside
+/// of a recording, which would note that tensors without elements are read. Nothing of optimizers whose
+/// numbers tell.
 pub(super) fn host_parts<B, M, O>(optim: &OptimizerAdaptor<O, M, B>) -> HostParts
 where
     B: TrainBackend,
@@ -362,7 +363,7 @@ fn host_part<B: TrainBackend, O: SimpleOptimizer<Kiln>>(record: AdaptorRecord<O,
     let tensors = tensors_of(record.clone()).into_iter().map(hollow).collect();
     with_state!(record, |state, D| {
         let state = exchange::replace(tensors, |device: &KilnDevice| O::to_device::<D>(state, device));
-        let item = state.map(|state| Record::<Kiln>::into_item::<FullPrecisionSettings>(state));
+        let item = state.map(Record::<Kiln>::into_item::<FullPrecisionSettings>);
         item.and_then(|item| serde_json::to_vec(&item).ok())
             .unwrap_or_default()
     })

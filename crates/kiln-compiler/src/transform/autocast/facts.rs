@@ -34,8 +34,8 @@ pub(super) struct Facts<'a> {
     /// Values with elements that may be numbers which 16 bits make infinite: constants, and what follows from
     /// these by a choice, a sum or a product.
     beyond: SecondaryMap<Value, bool>,
-    /// What pointwise operations behind the forward pass make of its values alone: a gradient is multiplied by
-    /// it.
+    /// What pointwise operations behind the forward pass make of its values alone, and gradients are
+    /// multiplied by.
     formulas: SecondaryMap<Value, bool>,
     /// Arguments, and what pointwise operations behind the forward pass make of them on the way to an output:
     /// parameters and the state of an optimizer, where the phases do not tell.
