@@ -390,7 +390,7 @@ fn extent(graph: &Graph, dimension: Dimension) -> usize {
     graph.shape(graph.parameters()[dimension.parameter as usize])[dimension.axis]
 }
 
-/// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones. A
+/// About `count` sizes of a range besides `size`, and a few very small ones: small and large ones, powers of two, odd and even ones. A
 /// range without an end reaches to twice the size.
 fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
     let most = match most {
@@ -420,6 +420,11 @@ fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec
         let picked = (0..count).map(|at| sizes[at * (length - 1) / (count - 1)]);
         sizes = picked.collect();
     }
+    // What is shorter than a vector has a form of its own.
+    let short = [3, 5, 6].into_iter();
+    sizes.extend(short.filter(|other| (least..=most).contains(other) && *other != size));
+    sizes.sort_unstable();
+    sizes.dedup();
     sizes
 }
 
@@ -439,5 +444,6 @@ mod tests {
                 .all(|&size| size <= 128 && size != 40)
         );
         assert_eq!(sample_sizes(7, (7, 7), 32), Vec::<usize>::new());
+        assert_eq!(sample_sizes(12, (2, 64), 8)[..4], [2, 3, 5, 6]);
     }
 }
