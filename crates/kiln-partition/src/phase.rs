@@ -26,9 +26,9 @@
 //!   after the first operation that does not look like an update (a product, a look-up, a reduction to more
 //!   than one element) and depends on one.
 //! - A tangent is *an update* if it combines with state: it depends on an argument that an output aliases
-//!   and the forward pass never reads (a moment), or combines an aliased argument, or what an earlier window's
-//!   update made of one, with a tensor of its own type elementwise (`p - delta`). What depends on an update
-//!   is optimizer, what is recorded after the first
+//!   and the forward pass never reads (a moment), or combines an aliased argument, or what an update of an
+//!   earlier window made of one, with a tensor of its own type elementwise (`p - delta`). What depends on an
+//!   update is optimizer, what is recorded after the first
 //!   update is optimizer (optimizers run after the whole backward pass), and pointwise preparation whose only
 //!   users are updates (`(1 - beta) * g`, `g * g`, the sum of squares of clipping by norm) is, too.
 //! - The remaining tangents are backward.

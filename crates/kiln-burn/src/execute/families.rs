@@ -390,8 +390,8 @@ fn extent(graph: &Graph, dimension: Dimension) -> usize {
     graph.shape(graph.parameters()[dimension.parameter as usize])[dimension.axis]
 }
 
-/// About `count` sizes of a range besides `size`, and a few very small ones: small and large ones, powers of two, odd and even ones. A
-/// range without an end reaches to twice the size.
+/// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones; and
+/// a few that are shorter than a vector. A range without an end reaches to twice the size.
 fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
     let most = match most {
         usize::MAX => 2 * size.max(16).next_power_of_two(),
