@@ -216,7 +216,7 @@ fn warn_of_normalisation(config: &Config, file: &str) {
         && config.data.source == DataSource::Images
         && theirs != ours
     {
-        tracing::warn!(
+        kiln_log::warn!(
             "the config.json of model.weights says that they were trained with images of mean {:?} and deviation \
              {:?}, but kiln train normalises with {:?} and {:?}: the first layers have to adapt",
             theirs.0,
@@ -305,7 +305,7 @@ fn untie(mut sizes: LlamaConfig, checkpoint: &Checkpoint) -> Result<LlamaConfig,
         && checkpoint.stored(head).is_some()
         && !checkpoint.same(table, head)?
     {
-        tracing::warn!(
+        kiln_log::warn!(
             "{}: config.json ties {head} to {table}, but the two are stored with different values, so they are not \
              tied; set `tie_word_embeddings` to false there",
             checkpoint.place()

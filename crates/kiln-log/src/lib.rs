@@ -1,4 +1,4 @@
-//! Warnings that are seen.
+//! Warnings and errors that are seen.
 //!
 //! Kiln falls back to something slower in a few places, and says so once. It does with `tracing`, whose
 //! events go nowhere in a program without a subscriber, and most programs have none. To install one for them
@@ -23,7 +23,27 @@ pub use tracing;
 #[macro_export]
 macro_rules! warn {
     ($($what:tt)*) => {
-        $crate::heard(|| $crate::tracing::warn!($($what)*))
+        $crate::at!($crate::tracing::Level::WARN, $($what)*)
+    };
+}
+
+/// `tracing::error!`, which is written to standard error if no subscriber listens: for what no caller can be
+/// given as an error, on a thread without a caller or before the process ends.
+#[macro_export]
+macro_rules! error {
+    ($($what:tt)*) => {
+        $crate::at!($crate::tracing::Level::ERROR, $($what)*)
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! at {
+    ($level:expr, target: $target:expr, $($what:tt)*) => {
+        $crate::heard(|| $crate::tracing::event!(target: $target, $level, $($what)*))
+    };
+    ($level:expr, $($what:tt)*) => {
+        $crate::heard(|| $crate::tracing::event!($level, $($what)*))
     };
 }
 

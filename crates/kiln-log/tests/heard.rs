@@ -1,5 +1,10 @@
 //! Who hears a warning. Each case is a process: a subscriber is the process's.
 
+#![allow(
+    clippy::disallowed_macros,
+    reason = "what they do without this crate is compared"
+)]
+
 use std::process::Command;
 use std::sync::{Arc, Mutex};
 
@@ -60,6 +65,7 @@ fn a_program_without_a_subscriber_sees_warnings() {
         std::thread::spawn(|| kiln_log::warn!("a thread says: {}", 3))
             .join()
             .unwrap();
+        kiln_log::error!(target: "kiln", "it ends");
         tracing::warn!("nobody hears this");
         return;
     }
@@ -69,6 +75,7 @@ fn a_program_without_a_subscriber_sees_warnings() {
         "it is slow number=2",
         "a thread says: 3",
         "WARN",
+        "ERROR kiln: it ends",
     ] {
         assert!(said.contains(wanted), "{said}");
     }

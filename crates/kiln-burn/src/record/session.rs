@@ -163,7 +163,7 @@ impl Session {
         self.region.recorded_in = self.since.elapsed();
         let run = || self.region.run(segment, recorded);
         if let Err(error) = table::acting_for(&self.thread, run) {
-            tracing::error!(target: "kiln", "{error}");
+            tracing::info!(target: "kiln", "{error}");
             self.error.get_or_insert(error);
         }
         self.look_up_lines();

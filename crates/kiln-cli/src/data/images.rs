@@ -146,7 +146,7 @@ fn is_decoded_on(device: &KilnDevice, decoding: Decoding, folder: &ImageFolder) 
             Ok(true)
         }
         Err(reason) if decoding == Decoding::Auto => {
-            tracing::warn!("images are decoded on the host: {reason}");
+            kiln_log::warn!("images are decoded on the host: {reason}");
             Ok(false)
         }
         Err(reason) => Err(CliError::config("data.decoding = \"device\"", reason)),
@@ -240,7 +240,7 @@ pub(super) fn tensors<B: KilnBackend>(
         Ok(pixels) => (pixels, Tensor::from_data(&*batch.labels, device)),
         Err(error) => {
             static TOLD: Once = Once::new();
-            TOLD.call_once(|| tracing::warn!("the host decodes a batch of images: {error}"));
+            TOLD.call_once(|| kiln_log::warn!("the host decodes a batch of images: {error}"));
             batch.decode()?.into_tensors(device)
         }
     };

@@ -151,7 +151,7 @@ impl Claim {
                     });
                 }
                 Err(TryLockError::Error(error)) => {
-                    tracing::warn!(
+                    kiln_log::warn!(
                         "{} cannot be locked ({error}): nothing keeps a second process from training there",
                         folder.display()
                     );

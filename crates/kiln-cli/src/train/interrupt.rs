@@ -48,7 +48,7 @@ pub(super) fn is_requested() -> bool {
 /// started stays ignored.
 pub(super) fn install() {
     if let Err(error) = handle() {
-        tracing::warn!("Ctrl-C will not save a checkpoint: {error}");
+        kiln_log::warn!("Ctrl-C will not save a checkpoint: {error}");
     }
 }
 

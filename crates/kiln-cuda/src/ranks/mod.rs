@@ -449,7 +449,7 @@ impl Inner {
             inner.communicator.abort();
         });
         if let Err(error) = spawned {
-            tracing::error!(target: "kiln", "NCCL is not aborted, since no thread could be started: {error}");
+            kiln_log::error!(target: "kiln", "NCCL is not aborted, since no thread could be started: {error}");
         }
     }
 }
@@ -457,7 +457,7 @@ impl Inner {
 /// Finds out who is missing, and ends what waits for him.
 fn give_up(inner: &Arc<Inner>, what: &str, fault: Option<Error>, waited: Duration) {
     let error = inner.reason(what, fault, waited);
-    tracing::error!(target: "kiln", "{error}");
+    kiln_log::error!(target: "kiln", "{error}");
     let text = error.to_string();
     let _ = inner.failed.set(error);
     exit::note_failure();
@@ -472,8 +472,7 @@ fn give_up(inner: &Arc<Inner>, what: &str, fault: Option<Error>, waited: Duratio
     let begun = Instant::now();
     while !inner.told.load(Ordering::Acquire) {
         if begun.elapsed() > inner.timeout {
-            tracing::error!(target: "kiln", "the process ends, since nothing ends what it waits for: {text}");
-            eprintln!("{text}");
+            kiln_log::error!(target: "kiln", "the process ends, since nothing ends what it waits for: {text}");
             exit::now(1);
         }
         std::thread::sleep(NAP);

@@ -293,7 +293,7 @@ impl Device {
                 },
             })
         });
-        tracing::error!("{lost}");
+        kiln_log::error!("{lost}");
         lost.clone()
     }
 
