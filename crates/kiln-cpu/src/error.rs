@@ -20,6 +20,19 @@ pub enum CpuError {
         tried: String,
     },
 
+    /// A C compiler could not be tried, which says nothing of the compiler.
+    #[error(
+        "{compiler} could not be tried in {}: {reason}; make room there, or set TMPDIR to a folder with room", folder.display()
+    )]
+    Untried {
+        /// The compiler command.
+        compiler: String,
+        /// The folder of temporary files.
+        folder: PathBuf,
+        /// What happened.
+        reason: String,
+    },
+
     /// The C compiler rejected a generated source.
     #[error("{compiler} failed on {file} ({status}); the sources are kept in {}\n{stderr}", folder.display())]
     Compile {

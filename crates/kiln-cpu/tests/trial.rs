@@ -181,3 +181,37 @@ fn the_next_compiler_is_taken() {
         assert!(said.contains(part), "{said} lacks {part}");
     }
 }
+
+/// A full disk and a compiler that was ended say nothing of the compiler.
+#[test]
+fn what_the_machine_does_is_no_verdict() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, fault, reason) in [
+        (
+            "full",
+            "echo 'cc1: fatal error: error writing to f.s: No space left on device' >&2; exit 1",
+            "No space left on device",
+        ),
+        ("ended", "kill -TERM $$", "signal: 15"),
+    ] {
+        let command = plant(folder.path(), name, fault);
+        let error = try_compiler(&toolchain(&command), &Cache::disabled()).unwrap_err();
+        assert!(
+            matches!(error, Distrust::Untried(CpuError::Untried { .. })),
+            "{error}"
+        );
+        let said = error.to_string();
+        for part in [&command, reason, "TMPDIR"] {
+            assert!(said.contains(part), "{said} lacks {part}");
+        }
+    }
+}
+
+/// Ctrl-C of a terminal goes to a whole group of processes. A compiler that gives it to its own group leaves
+/// this process alone.
+#[test]
+fn compilers_are_no_part_of_the_group_that_a_terminal_interrupts() {
+    let folder = tempfile::tempdir().unwrap();
+    let command = plant(folder.path(), "compiler", "trap '' INT; kill -INT 0");
+    try_compiler(&toolchain(&command), &Cache::disabled()).unwrap();
+}

@@ -184,7 +184,7 @@ impl Toolchain {
             let Some((program, arguments)) = command.split_first() else {
                 break;
             };
-            let output = Command::new(program)
+            let output = process(program)
                 .args(arguments)
                 .args(native)
                 .args(["-dM", "-E", "-x", "c"])
@@ -286,13 +286,22 @@ impl Toolchain {
     }
 
     pub(crate) fn invoke<S: AsRef<OsStr>>(&self, arguments: impl IntoIterator<Item = S>) -> Command {
-        let mut command = Command::new(&self.command[0]);
+        let mut command = process(&self.command[0]);
         command
             .args(&self.command[1..])
             .args(arguments)
             .stdin(Stdio::null());
         command
     }
+}
+
+/// `program` as a process that Ctrl-C leaves alone: a terminal sends it to all of the foreground's group, and a
+/// program that wants to finish its step needs its compiler.
+pub(super) fn process(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    command
 }
 
 /// The command in `$CC`, if it is set and not empty.

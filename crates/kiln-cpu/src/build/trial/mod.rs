@@ -16,7 +16,8 @@
 //!
 //! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's
 //! sources; a verdict that cannot be read is made again. A compiler that fails to compile the trial gets no
-//! lasting verdict, because a full disk looks the same.
+//! lasting verdict, and none at all where the machine is what failed: a disk that is full, a compiler that was
+//! ended ([`Distrust::Untried`]).
 
 mod program;
 mod tiles;
@@ -56,6 +57,9 @@ pub enum Distrust {
     /// It cannot compile Kiln's C, or the result cannot be run.
     #[error("it cannot compile Kiln's C (gcc 11 and clang 13 are the oldest that are known to): {0}")]
     Unusable(String),
+    /// The machine did not let it be tried: [`CpuError::Untried`].
+    #[error(transparent)]
+    Untried(CpuError),
 }
 
 /// Whether steps may be trusted to `toolchain`: the verdict in `cache` if it has one, else that of a trial.
@@ -101,7 +105,7 @@ fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
     let program = Program::new().map_err(|error| Distrust::Unusable(error.to_string()))?;
     let expected = interpret(&program.graph, &program.arguments, &program.scalars)
         .map_err(|error| Distrust::Unusable(error.to_string()))?;
-    let actual = run(&program, toolchain).map_err(|error| Distrust::Unusable(brief(&error)))?;
+    let actual = run(&program, toolchain).map_err(|error| refused(toolchain, &error))?;
     for ((check, actual), expected) in program.checks.iter().zip(&actual).zip(&expected) {
         if let Some(found) = difference(actual, expected, check.units) {
             return Err(Distrust::Wrong {
@@ -111,6 +115,36 @@ fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
         }
     }
     Ok(())
+}
+
+/// Why a compiler is not trusted that the trial failed with.
+fn refused(toolchain: &Toolchain, error: &StepError) -> Distrust {
+    let is_of_machine = match error {
+        StepError::Cpu(CpuError::Io { .. } | CpuError::OutOfMemory { .. }) => true,
+        StepError::Cpu(CpuError::Compile { stderr, status, .. }) => is_of_machine(stderr, status),
+        _ => false,
+    };
+    match is_of_machine {
+        true => untried(toolchain, brief(error)),
+        false => Distrust::Unusable(brief(error)),
+    }
+}
+
+fn untried(toolchain: &Toolchain, reason: String) -> Distrust {
+    Distrust::Untried(CpuError::Untried {
+        compiler: toolchain.command(),
+        folder: std::env::temp_dir(),
+        reason,
+    })
+}
+
+/// Whether a compiler that printed `stderr` and ended with `status` found no room, or was ended by a signal:
+/// it, or the program of it that compiles.
+fn is_of_machine(stderr: &str, status: &str) -> bool {
+    status.starts_with("signal:")
+        || ["No space left on device", "Killed signal"]
+            .iter()
+            .any(|it| stderr.contains(it))
 }
 
 /// The message of `error`; of a compiler's output only the first complaint.

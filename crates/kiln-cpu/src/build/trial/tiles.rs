@@ -1,8 +1,9 @@
 //! Tiles of AMX, tried in a process of their own: where CPU, hypervisor and operating system disagree about
 //! them, an instruction ends the process.
 
-use super::Distrust;
+use super::{Distrust, is_of_machine, untried};
 use crate::build::Toolchain;
+use crate::build::toolchain::process;
 use crate::kernels::vector;
 
 /// The program, which includes the headers of generated sources.
@@ -10,13 +11,14 @@ const PROGRAM: &str = include_str!("tiles.c");
 
 /// Compiles the program, runs it, and says why tiles are not to be used.
 pub(super) fn check(toolchain: &Toolchain) -> Result<(), Distrust> {
-    let unusable = |error: std::io::Error| Distrust::Unusable(error.to_string());
-    let folder = tempfile::tempdir().map_err(unusable)?;
+    let untried = |reason: String| untried(toolchain, reason);
+    let failed = |error: std::io::Error| untried(error.to_string());
+    let folder = tempfile::tempdir().map_err(failed)?;
     for file in vector::headers() {
-        std::fs::write(folder.path().join(file.name), file.text).map_err(unusable)?;
+        std::fs::write(folder.path().join(file.name), file.text).map_err(failed)?;
     }
     let (source, program) = (folder.path().join("tiles.c"), folder.path().join("tiles"));
-    std::fs::write(&source, PROGRAM).map_err(unusable)?;
+    std::fs::write(&source, PROGRAM).map_err(failed)?;
     let output = toolchain
         .invoke(toolchain.flags())
         .arg("-O1")
@@ -24,14 +26,16 @@ pub(super) fn check(toolchain: &Toolchain) -> Result<(), Distrust> {
         .arg("-o")
         .arg(&program)
         .output()
-        .map_err(unusable)?;
+        .map_err(failed)?;
     if !output.status.success() {
         let complaint = String::from_utf8_lossy(&output.stderr);
-        return Err(Distrust::Unusable(
-            complaint.lines().next().unwrap_or_default().to_owned(),
-        ));
+        let first = complaint.lines().next().unwrap_or_default().to_owned();
+        return Err(match is_of_machine(&complaint, &output.status.to_string()) {
+            true => untried(first),
+            false => Distrust::Unusable(first),
+        });
     }
-    let status = std::process::Command::new(&program).status().map_err(unusable)?;
+    let status = process(&program).status().map_err(failed)?;
     match status.code() {
         Some(0) => Ok(()),
         _ => Err(Distrust::Wrong {
