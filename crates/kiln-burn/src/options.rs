@@ -150,8 +150,9 @@ pub struct CompileOptions {
     /// Mixed precision: products, convolutions and attention of f32 read this type, [`DType::BF16`] or
     /// [`DType::F16`], and add up in f32; values between them are stored in it. Parameters, optimizer
     /// state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`]
-    /// keeps more of the step so. With f16 the loss is not scaled: small gradients become zero. The
-    /// backends `cpu` and `cuda` do this, the others compute in f32. Default: none.
+    /// keeps more of the step so. With f16 a `TrainStep` scales its loss ([`CompileOptions::loss_scaling`]);
+    /// elsewhere small gradients become zero. The backends `cpu` and `cuda` do this, the others compute in f32.
+    /// Default: none.
     pub autocast: Option<DType>,
     /// How a `TrainStep` scales its loss, so that gradients which are stored in 16 bits do not underflow; a
     /// step with a gradient that is not finite is skipped. Regions without an optimizer ignore it. Default:

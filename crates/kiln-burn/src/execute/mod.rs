@@ -39,7 +39,7 @@ use kiln_candle::CandleError;
 use kiln_compiler::{CompileError, Contract};
 use kiln_cpu::{CpuError, StepError};
 use kiln_family::Outcome;
-use kiln_graph::{Graph, IndexError, InterpretError, TensorType};
+use kiln_graph::{Graph, IndexError, InterpretError, Phase, TensorType};
 
 use crate::import::external::ExternError;
 use crate::options::{CompileBackend, CompileOptions};
@@ -397,9 +397,19 @@ fn prepare_here(
     setting: Setting<'_>,
 ) -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
     let _span = tracing::debug_span!("prepare", %backend).entered();
-    let aot_eager = |graph| -> Box<dyn Executable> { Box::new(aot_eager::AotEager::new(graph)) };
+    let is_half = options.autocast == Some(burn_backend::DType::F16);
+    if is_half && backend.compiles() && options.loss_scaling.is_none() && has_gradients(&graph) {
+        say_once(
+            "autocast to f16 scales the loss in a `TrainStep` only: elsewhere gradients below 6e-8 become zero; multiply the loss by a number of your own and divide the \
+             gradients by it, or take bf16",
+        );
+    }
+    let instead = |graph, cause: &str| -> Result<(Box<dyn Executable>, CompileBackend), ExecuteError> {
+        let executable = aot_eager::AotEager::instead(graph, cause);
+        Ok((Box::new(executable), CompileBackend::AotEager))
+    };
     let executable: Box<dyn Executable> = match backend {
-        CompileBackend::Eager | CompileBackend::AotEager => aot_eager(graph),
+        CompileBackend::Eager | CompileBackend::AotEager => Box::new(aot_eager::AotEager::new(graph)),
         #[cfg(feature = "candle")]
         CompileBackend::Candle => Box::new(candle::Candle::new(graph)?),
         #[cfg(not(feature = "candle"))]
@@ -407,22 +417,24 @@ fn prepare_here(
         CompileBackend::Interpret => Box::new(host::Interpret::new(graph)),
         CompileBackend::Cpu => match cpu::Cpu::new(graph.clone(), options, setting) {
             Ok(Some(executable)) => Box::new(executable),
-            Ok(None) => return Ok((aot_eager(graph), CompileBackend::AotEager)),
+            Ok(None) => return instead(graph, KNOWN_ALONE),
             Err(
                 error @ (ExecuteError::NoCompiler(_)
                 | ExecuteError::Compile(CompileError::Unsupported { .. })),
             ) => {
-                warn_once(&error);
-                return Ok((aot_eager(graph), CompileBackend::AotEager));
+                let cause = error.to_string();
+                say_once(&format!("steps run on aot_eager, which is slower: {cause}"));
+                return instead(graph, &cause);
             }
             Err(error) => return Err(error),
         },
         CompileBackend::Cuda => match cuda::Cuda::new(gpu, graph.clone(), options, setting) {
             Ok(Some(executable)) => Box::new(executable),
-            Ok(None) => return Ok((aot_eager(graph), CompileBackend::AotEager)),
+            Ok(None) => return instead(graph, KNOWN_ALONE),
             Err(error @ ExecuteError::Compile(CompileError::Unsupported { .. })) => {
-                warn_once(&error);
-                return Ok((aot_eager(graph), CompileBackend::AotEager));
+                let cause = error.to_string();
+                say_once(&format!("steps run on aot_eager, which is slower: {cause}"));
+                return instead(graph, &cause);
             }
             Err(error) => return Err(error),
         },
@@ -434,6 +446,9 @@ fn prepare_here(
     }
     Ok((executable, backend))
 }
+
+/// Why a step behind the recompile limit is not compiled.
+const KNOWN_ALONE: &str = "behind the recompile limit only kernels that are known run";
 
 /// What a graph is prepared in, besides the options.
 #[derive(Clone, Copy, Default)]
@@ -462,11 +477,6 @@ pub enum Effort {
     Quick,
 }
 
-/// Says once for each cause that steps run on the slower executor.
-fn warn_once(error: &ExecuteError) {
-    say_once(&format!("steps run on aot_eager, which is slower: {error}"));
-}
-
 /// Warns of something once.
 fn say_once(text: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
@@ -476,6 +486,12 @@ fn say_once(text: &str) {
     }
 }
 
+/// Whether a graph has a backward pass.
+fn has_gradients(graph: &Graph) -> bool {
+    let mut nodes = graph.nodes();
+    nodes.any(|(_, data)| data.provenance.phase == Phase::Backward)
+}
+
 /// The type that the step compiler casts to.
 fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, ExecuteError> {
     let Some(dtype) = options.autocast else {
@@ -483,15 +499,7 @@ fn autocast(options: &CompileOptions) -> Result<Option<kiln_graph::DType>, Execu
     };
     match convert::dtype(dtype) {
         Some(kiln_graph::DType::BF16) => Ok(Some(kiln_graph::DType::BF16)),
-        Some(kiln_graph::DType::F16) => {
-            if options.loss_scaling.is_none() {
-                say_once(
-                    "autocast to f16 scales the loss in a `TrainStep` only: elsewhere gradients below 6e-8 become zero; multiply the loss by a number of your own and divide the \
-                     gradients by it, or take bf16",
-                );
-            }
-            Ok(Some(kiln_graph::DType::F16))
-        }
+        Some(kiln_graph::DType::F16) => Ok(Some(kiln_graph::DType::F16)),
         _ => Err(ExecuteError::Autocast { dtype }),
     }
 }

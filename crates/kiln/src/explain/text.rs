@@ -49,6 +49,13 @@ impl fmt::Display for Report {
                 },
             )?;
         }
+        if self.calls > 0 && self.compiles.is_empty() {
+            writeln!(
+                f,
+                "  nothing was compiled: no operation on a tensor of `Kiln` had a result that left a call\n    \
+                 likely fix: put model and data on `Kiln` or `Autodiff<Kiln>`, and return what the program needs"
+            )?;
+        }
         for step in &self.steps {
             write_step(step, f)?;
         }

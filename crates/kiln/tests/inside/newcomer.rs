@@ -21,18 +21,21 @@ fn at(line: u32) -> String {
     format!("newcomer.rs:{line}")
 }
 
-/// What program `name` of this file writes, as a process of its own with `KILN_LOG=log`.
-fn output_of(name: &str, log: &str) -> String {
-    let output = Command::new(std::env::current_exe().unwrap())
-        .args([
-            "--exact",
-            &format!("newcomer::{name}"),
-            "--ignored",
-            "--nocapture",
-        ])
-        .env("KILN_LOG", log)
-        .output()
-        .unwrap();
+/// Program `name` of this file as a process of its own.
+fn program(name: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args([
+        "--exact",
+        &format!("newcomer::{name}"),
+        "--ignored",
+        "--nocapture",
+    ]);
+    command
+}
+
+/// What a program writes.
+fn output_of(program: &mut Command) -> String {
+    let output = program.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}", text(&output.stderr));
     text(&output.stdout) + &text(&output.stderr)
@@ -108,6 +111,50 @@ fn recompiling_program() {
     recompiling();
 }
 
+/// A step, twice, and what `explain` says of it.
+#[test]
+#[ignore = "a program of the tests below"]
+fn plain_program() {
+    let mut step = kiln::compile(options("plain"));
+    for _ in 0..2 {
+        step.run(|| matrix::<6, 8>(0).exp().sum()).unwrap();
+    }
+    println!("{}", step.explain());
+}
+
+#[test]
+fn a_missing_compiler_is_told_and_found_in_explain() {
+    let empty = tempfile::tempdir().unwrap();
+    let text = output_of(
+        program("plain_program")
+            .env("PATH", empty.path())
+            .env_remove("CC")
+            .env_remove("KILN_LOG"),
+    );
+    let warnings = text
+        .lines()
+        .filter(|line| line.contains("steps run on aot_eager, which is slower: "));
+    assert_eq!(warnings.count(), 1, "{text}");
+    let found = text.lines().find(|line| line.contains("each on burn-flex"));
+    let found = found.unwrap_or_else(|| panic!("no line in {text}"));
+    for part in ["; not compiled: ", "C compiler"] {
+        assert!(found.contains(part), "{part} is missing in {found}");
+    }
+}
+
+/// The tensors of a program that is not on Kiln are not Kiln's to record.
+#[test]
+fn a_program_on_another_backend_is_found_in_explain() {
+    let mut step = kiln::compile(options("elsewhere"));
+    step.run(|| Tensor::<burn_flex::Flex, 1>::from([1.0, 2.0]).exp())
+        .unwrap();
+    let text = step.explain().to_string();
+    assert!(
+        text.contains("nothing was compiled: ") && text.contains("put model and data on `Kiln`"),
+        "{text}"
+    );
+}
+
 #[test]
 fn a_break_is_found_in_explain() {
     let (explain, line) = broken();
@@ -126,7 +173,7 @@ fn a_break_is_found_in_explain() {
 
 #[test]
 fn a_break_is_found_in_the_log() {
-    let text = output_of("broken_program", "graph_breaks");
+    let text = output_of(program("broken_program").env("KILN_LOG", "graph_breaks"));
     let found = text.lines().find(|line| line.contains("kiln::graph_breaks"));
     let found = found.unwrap_or_else(|| panic!("no event in {text}"));
     assert!(
@@ -164,7 +211,7 @@ fn recompiles_are_found_in_explain() {
 
 #[test]
 fn recompiles_are_found_in_the_log() {
-    let text = output_of("recompiling_program", "recompiles");
+    let text = output_of(program("recompiling_program").env("KILN_LOG", "recompiles"));
     let events: Vec<&str> = text
         .lines()
         .filter(|line| line.contains("kiln::recompiles"))

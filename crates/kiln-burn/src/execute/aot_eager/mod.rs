@@ -52,6 +52,8 @@ pub struct AotEager {
     /// The checks after these steps.
     checks: Vec<IndexCheck>,
     id: u64,
+    /// Why the step is not compiled, if it was to be.
+    instead: Option<String>,
     description: OnceLock<Arc<StepDescription>>,
 }
 
@@ -139,12 +141,19 @@ impl AotEager {
             checks,
             graph,
             id: next_id(),
+            instead: None,
             description: OnceLock::new(),
         }
     }
-}
 
-impl AotEager {
+    /// Prepares `graph`, which was to be compiled; `cause` says why it is not.
+    pub fn instead(graph: Arc<Graph>, cause: &str) -> Self {
+        Self {
+            instead: Some(cause.to_owned()),
+            ..Self::new(graph)
+        }
+    }
+
     /// Checks the indices that the first steps computed.
     fn check(&self, values: &[Option<FlexTensor>]) -> Result<(), ExecuteError> {
         for check in &self.checks {
@@ -267,11 +276,15 @@ impl Executable for AotEager {
     }
 
     fn report(&self) -> String {
-        format!(
+        let nodes = format!(
             "{} of {} nodes, each on burn-flex",
             self.steps.len(),
             self.graph.num_nodes()
-        )
+        );
+        match &self.instead {
+            Some(cause) => format!("{nodes}; not compiled: {cause}"),
+            None => nodes,
+        }
     }
 }
 
