@@ -78,7 +78,12 @@ pub trait TrainBackend: KilnBackend + AutodiffBackend<InnerBackend = Kiln> {}
 impl<B: KilnBackend + AutodiffBackend<InnerBackend = Kiln>> TrainBackend for B {}
 
 /// An optimizer that [`TrainStep`] can drive: every `SimpleOptimizer` of burn-optim, as its `init` makes
-/// it, with or without gradient clipping.
+/// it, with or without gradient clipping, and one of your own.
+///
+/// `SimpleOptimizer::step` is called more often than parameters are updated: where a step is replayed it runs
+/// on tensors without elements, for the numbers of the next update. So what it computes must follow from the
+/// learning rate, its settings and its `State`; what it counts elsewhere (an atomic, a cell) would move with
+/// each such call.
 #[diagnostic::on_unimplemented(
     message = "`TrainStep` cannot drive `{Self}`",
     label = "not an `OptimizerAdaptor` around a `SimpleOptimizer`",

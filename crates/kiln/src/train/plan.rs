@@ -191,6 +191,15 @@ pub(super) struct Plan<L> {
     device: KilnDevice,
 }
 
+/// Whether two calls give the same numbers: NaN is what NaN is.
+fn is_same(ones: &[ScalarIr], others: &[ScalarIr]) -> bool {
+    let same = |(one, other): (&ScalarIr, &ScalarIr)| match (one, other) {
+        (ScalarIr::Float(one), ScalarIr::Float(other)) => one.to_bits() == other.to_bits(),
+        (one, other) => one == other,
+    };
+    ones.len() == others.len() && ones.iter().zip(others).all(same)
+}
+
 impl<L: StepInput + Clone> Plan<L> {
     /// A plan for more calls like `last`, whose state is under `watch`. `rehearsed` has the optimizer's
     /// scalars as a rehearsal found them, and what it did.
@@ -204,7 +213,7 @@ impl<L: StepInput + Clone> Plan<L> {
     ) -> Result<Self, Obstacle> {
         let (model_scalars, optimizer_scalars) = last.scalars();
         let updates = match rehearsed {
-            Some((scalars, updates)) if scalars == optimizer_scalars => updates.clone(),
+            Some((scalars, updates)) if is_same(scalars, optimizer_scalars) => updates.clone(),
             _ => {
                 return Err(Obstacle::Reason(
                     "the optimizer's scalars do not follow from its own state alone, or it reads tensors on the host".into(),

@@ -158,11 +158,8 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
             let host = host.get(&parameter).cloned();
             let mut trained = Some((alone, plain.clone().load_record(own)));
             let ((), recorded) = rehearse_shadow(&mut trained, SAMPLE_RATE)?;
-            let routes = match (blind, &trained) {
-                (false, Some((model, optim))) => routes(&**model, optim, &recorded),
-                _ => Vec::new(),
-            };
-            let besides = (routes, host);
+            let (model, optim) = trained?;
+            let besides = (routes(&*model, &optim, &recorded), host);
             let update = (rank, Form::of(&recorded, blind), recorded.scalars);
             let known = classes
                 .iter()
@@ -215,10 +212,7 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
         let mut shadow = Some((self.model.take()?, self.optim.clone()));
         let ((), recorded) = rehearse_shadow(&mut shadow, lr)?;
         let (model, next) = shadow?;
-        let routes = match is_blind_to_shapes::<O>() {
-            true => Vec::new(),
-            false => routes(&*model, &next, &recorded),
-        };
+        let routes = routes(&*model, &next, &recorded);
         self.model = Some(model);
         if self.updates.words.is_empty() {
             let operations: usize = self.classes.iter().map(|class| class.length).sum();
@@ -306,12 +300,15 @@ pub(super) fn rehearse_shadow<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
 }
 
 /// Which result or input of a rehearsal each parameter and each tensor of the optimizer's state is after it:
-/// host code may give results of the same operations to other places.
+/// host code may give results of the same operations to other places. Nothing of optimizers that cannot.
 fn routes<B: TrainBackend, O: SimpleOptimizer<Kiln>>(
     model: &Shadow<B>,
     optim: &ShadowOptimizer<B, O>,
     recorded: &Recorded,
 ) -> Vec<u64> {
+    if is_blind_to_shapes::<O>() {
+        return Vec::new();
+    }
     let route = |id: TensorId| {
         let result = recorded.output_ids.iter().position(|&output| output == id);
         let input = || recorded.inputs.iter().position(|input| input.ir.id == id);

@@ -318,6 +318,23 @@ fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
 }
 
 #[test]
+fn a_learning_rate_that_is_no_number_is_one_that_stays() {
+    let _turn = turn();
+    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
+    let mut step = TrainStep::new(Mlp::new(&device()), AdamWConfig::new().init(), loss)
+        .with_backend(BACKEND)
+        .build()
+        .unwrap();
+    for index in 0..6 {
+        step.step(f64::NAN, batch(index, EXAMPLES, &device())).unwrap();
+    }
+    assert_eq!(step.history().obstacle, None);
+    assert!(step.history().replayed >= 3, "{}", step.history());
+    let after = parameters::<Compiled, _>(&step.into_model());
+    assert!(after.iter().flatten().all(|value| value.is_nan()));
+}
+
+#[test]
 fn data_that_the_closure_makes_the_same_each_time_is_no_obstacle() {
     let _turn = turn();
     let start = initialised(Mlp::<Compiled>::new(&device()));
