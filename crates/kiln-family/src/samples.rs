@@ -133,13 +133,7 @@ fn sample<M: Maker>(
         let sizes_in_range = |pair: (i64, i64), recorded: Recorded, lines: usize| {
             let mut sizes = sizes((recorded.least, recorded.most), lines);
             match range(varying, known, graph, pair) {
-                Some(range) => {
-                    let mut sizes = spread(range, sizes.len(), 0);
-                    sizes.extend(between_powers(range));
-                    sizes.sort_unstable();
-                    sizes.dedup();
-                    sizes
-                }
+                Some(range) => spread(range, sizes.len(), 0),
                 None => {
                     let more = recorded.multiples(sizes.len() / 2);
                     sizes.extend(more);
@@ -508,14 +502,6 @@ fn sample_sizes((one, two): (i64, i64), few: bool) -> Vec<i64> {
     sizes
 }
 
-/// Two sizes of a range behind each power of two: what is shorter than a vector has a form of its own, and
-/// few of evenly spread sizes are.
-fn between_powers((least, most): (i64, i64)) -> impl Iterator<Item = i64> {
-    let powers = (1..40).map(|exponent| 1i64 << exponent);
-    let sizes = powers.flat_map(|power| [power + 1, power * 3 / 2]);
-    sizes.filter(move |size| (least..=most).contains(size))
-}
-
 /// About `count` sizes of a range, from `skip` behind its start.
 fn spread((least, most): (i64, i64), count: usize, skip: i64) -> Vec<i64> {
     // An odd stride meets every remainder.
@@ -609,13 +595,6 @@ mod tests {
         assert_eq!(recorded.stands_for(256, 3), 3);
         // Two even sizes are an accident.
         assert_eq!(Recorded::of([6, 10].into_iter()).factor, 1);
-    }
-
-    #[test]
-    fn marked_sizes_are_sampled_below_a_vector() {
-        let sizes: Vec<i64> = between_powers((2, 64)).collect();
-        assert_eq!(sizes, [3, 3, 5, 6, 9, 12, 17, 24, 33, 48]);
-        assert_eq!(between_powers((7, 8)).count(), 0);
     }
 
     /// Kernels take pairs of vectors of 8 or 16 elements, and have another form where one is left and where a
