@@ -12,6 +12,7 @@ use burn_tensor::{Int, Tensor, TensorData};
 use serde_json::Value;
 use tokenizers::EncodeInput;
 
+use super::contents::{Contents, examples};
 use super::error::DataError;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
@@ -99,7 +100,9 @@ impl TextExamples {
         let path = path.as_ref();
         let bytes = std::fs::read(path).map_err(|source| DataError::io("read", path, source))?;
         let mut rows = Vec::new();
-        for (number, line) in bytes.split(|&b| b == b'\n').enumerate() {
+        // A byte order mark, as some editors put in front, is no part of the first object.
+        let text = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
+        for (number, line) in text.split(|&b| b == b'\n').enumerate() {
             if line.iter().all(u8::is_ascii_whitespace) {
                 continue;
             }
@@ -165,11 +168,16 @@ impl TextExamples {
             // The reader has checked that every record has as many fields as the header.
             let record = record.map_err(fail)?;
             let field = |index: usize| record.get(index).unwrap_or_default().to_string();
+            let (line, named) = (record.position().map_or(0, csv::Position::line), field(label));
+            if named.trim().is_empty() {
+                let reason = format!("nothing in column `{}`", fields.label);
+                return Err(DataError::format(path, Some(line), reason));
+            }
             rows.push(Row {
-                line: record.position().map_or(0, csv::Position::line),
+                line,
                 text: field(text),
                 pair: pair.map(field),
-                label: field(label).trim().to_string(),
+                label: named.trim().to_string(),
             });
         }
         Self::from_rows(path, rows, fields)
@@ -267,6 +275,17 @@ impl Dataset for TextExamples {
             index,
             len: self.examples.len(),
         })
+    }
+
+    fn contents(&self) -> u64 {
+        let mut contents = Contents::of("texts");
+        for index in examples(self.examples.len()) {
+            let example = &self.examples[index];
+            contents.add(example.text.as_bytes());
+            contents.add(example.pair.as_deref().unwrap_or_default().as_bytes());
+            contents.add(self.classes[example.label].as_bytes());
+        }
+        contents.number()
     }
 }
 

@@ -116,6 +116,10 @@ impl<S: ImageSource> Dataset for EncodedImages<S> {
         let view = View::whole(picture.width, picture.height);
         example(Encoded::Decoded(picture), view, label)
     }
+
+    fn contents(&self) -> u64 {
+        self.source.contents()
+    }
 }
 
 /// Encoded pictures and their labels.

@@ -7,6 +7,7 @@
 
 use std::path::{Path, PathBuf};
 
+use super::contents::{Contents, examples};
 use super::error::DataError;
 use super::image::{ImageFile, ImageSource, Picture};
 use super::listing::{Entered, Kind, list};
@@ -138,5 +139,15 @@ impl ImageSource for ImageFolder {
 
     fn classes(&self) -> &[String] {
         &self.classes
+    }
+
+    fn contents(&self) -> u64 {
+        let mut contents = Contents::of("folder");
+        for index in examples(self.files.len()) {
+            let (path, label) = &self.files[index];
+            contents.add(path.file_name().unwrap_or_default().as_encoded_bytes());
+            contents.add(self.classes[*label].as_bytes());
+        }
+        contents.number()
     }
 }

@@ -13,6 +13,7 @@ use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer
 
 use super::augment::{Normalisation, Pipeline};
 use super::error::DataError;
+use super::jpeg::is_cut_off;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
 
@@ -48,6 +49,9 @@ impl Picture {
 
     /// Decodes the bytes of a PNG or JPEG file, of any kind.
     fn decode(bytes: &[u8]) -> Result<Self, String> {
+        if is_cut_off(bytes) {
+            return Err("the file ends before the picture does".to_string());
+        }
         let mut reader = image::ImageReader::new(std::io::Cursor::new(bytes));
         reader = reader.with_guessed_format().map_err(|error| error.to_string())?;
         // A few bytes can announce an image that fills the memory.
@@ -193,6 +197,11 @@ pub trait ImageSource: Send + Sync + 'static {
 
     /// Names of the classes; a label is an index into them.
     fn classes(&self) -> &[String];
+
+    /// [`Dataset::contents`]: of files their names, which cost no reading.
+    fn contents(&self) -> u64 {
+        0
+    }
 }
 
 /// A source seen through a pipeline, as a dataset.
@@ -245,6 +254,10 @@ impl<S: ImageSource> Dataset for Images<S> {
             normalisation: self.pipeline.normalisation(),
             label,
         })
+    }
+
+    fn contents(&self) -> u64 {
+        self.source.contents()
     }
 }
 

@@ -19,29 +19,62 @@ mod marker {
 /// two colours of its resolution, of half of that across, or of half in both directions. Decoders in hardware
 /// take these. None for all other files; what is wrong with a damaged one is for a whole decoder to say.
 pub(super) fn plain_size(bytes: &[u8]) -> Option<(usize, usize)> {
-    let mut rest = bytes.strip_prefix(&[0xff, marker::START])?;
+    let mut segments = Segments::of(bytes)?;
     let mut frame = None;
     loop {
-        // Any number of 0xff may stand in front of a marker.
-        let fill = rest.iter().take_while(|&&byte| byte == 0xff).count();
-        let (&code, behind) = rest.get(fill..).filter(|_| fill > 0)?.split_first()?;
-        let length = usize::from(u16::from_be_bytes(*behind.first_chunk()?));
-        let segment = behind.get(2..length)?;
-        rest = &behind[length..];
+        let (code, segment) = segments.next()?;
         match code {
             marker::BASELINE => frame = Some(Frame::read(segment)?),
             marker::SCAN => {
                 let frame: Frame = frame?;
                 let is_whole = *segment.first()? == frame.components;
-                let tail = &rest[rest.len().saturating_sub(TAIL)..];
-                let has_end = tail.windows(2).any(|pair| pair == [0xff, marker::END]);
-                return (is_whole && has_end).then_some((frame.width, frame.height));
+                let tail = &segments.rest[segments.rest.len().saturating_sub(TAIL)..];
+                return (is_whole && has_end(tail)).then_some((frame.width, frame.height));
             }
             // The last byte says how colours are stored; 1 is brightness and two colours.
             marker::ADOBE if segment.starts_with(b"Adobe") && segment.get(11) != Some(&1) => return None,
             _ if marker::FRAMES.contains(&code) && !marker::NO_FRAMES.contains(&code) => return None,
             _ => {}
         }
+    }
+}
+
+/// Whether a JPEG ends within its scans: a decoder would make up the rest of the picture. What is wrong with a
+/// file that ends before them is for a decoder to say.
+pub(super) fn is_cut_off(bytes: &[u8]) -> bool {
+    Segments::of(bytes).is_some_and(|mut segments| {
+        // A thumbnail in front of the scans has an end of its own.
+        segments.any(|(code, _)| code == marker::SCAN) && !has_end(segments.rest)
+    })
+}
+
+fn has_end(bytes: &[u8]) -> bool {
+    bytes.windows(2).rev().any(|pair| pair == [0xff, marker::END])
+}
+
+/// The segments of a JPEG, each with its marker; behind that of a scan comes the scan.
+struct Segments<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Segments<'a> {
+    fn of(bytes: &'a [u8]) -> Option<Self> {
+        let rest = bytes.strip_prefix(&[0xff, marker::START])?;
+        Some(Self { rest })
+    }
+}
+
+impl<'a> Iterator for Segments<'a> {
+    type Item = (u8, &'a [u8]);
+
+    fn next(&mut self) -> Option<Self::Item> {
+        // Any number of 0xff may stand in front of a marker.
+        let fill = self.rest.iter().take_while(|&&byte| byte == 0xff).count();
+        let (&code, behind) = self.rest.get(fill..).filter(|_| fill > 0)?.split_first()?;
+        let length = usize::from(u16::from_be_bytes(*behind.first_chunk()?));
+        let segment = behind.get(2..length)?;
+        self.rest = &behind[length..];
+        Some((code, segment))
     }
 }
 
@@ -110,6 +143,25 @@ mod tests {
         padded.insert(2, 0xff);
         padded.extend([0; 100]);
         assert_eq!(plain_size(&padded), Some((37, 21)));
+    }
+
+    #[test]
+    fn files_that_end_early_are_cut_off() {
+        let whole = rgb();
+        assert!(!is_cut_off(&whole));
+        for length in [whole.len() - 2, whole.len() - 9] {
+            assert!(is_cut_off(&whole[..length]), "{length} of {} bytes", whole.len());
+        }
+        // A thumbnail in front has an end, too.
+        let thumbnail = whole.clone();
+        let mut with_thumbnail = whole[..2].to_vec();
+        with_thumbnail.extend([0xff, 0xe1]);
+        with_thumbnail.extend((thumbnail.len() as u16 + 2).to_be_bytes());
+        with_thumbnail.extend(&thumbnail);
+        with_thumbnail.extend(&whole[2..]);
+        assert!(!is_cut_off(&with_thumbnail));
+        assert!(is_cut_off(&with_thumbnail[..with_thumbnail.len() - 9]));
+        assert!(!is_cut_off(b"\x89PNG\r\n\x1a\n"));
     }
 
     #[test]

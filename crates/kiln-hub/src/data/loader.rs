@@ -46,6 +46,12 @@ pub trait Dataset: Send + Sync + 'static {
     /// # Errors
     /// [`DataError`] if the example cannot be read.
     fn item(&self, index: usize, rng: &mut Rng) -> Result<Self::Item, DataError>;
+
+    /// A number of what the examples contain, by which [`Loader::resume`] notices other data of the same length;
+    /// 0, the default, says nothing. Large datasets look at a part of their examples.
+    fn contents(&self) -> u64 {
+        0
+    }
 }
 
 /// Puts examples into one batch. Implemented by every function of that signature.
@@ -85,6 +91,9 @@ pub struct LoaderState {
     pub batch_size: u64,
     /// Examples in the dataset.
     pub examples: u64,
+    /// [`Dataset::contents`]; 0 in positions that were saved without.
+    #[serde(default)]
+    pub contents: u64,
 }
 
 /// Which examples of each batch one of several ranks prepares: of `n` those from `rank * n / ranks` to
@@ -236,6 +245,7 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             batch: 0,
             batch_size: self.batch_size as u64,
             examples: self.dataset.len() as u64,
+            contents: self.dataset.contents(),
         }
     }
 
@@ -279,6 +289,10 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
                 return Err(DataError::Resume { what, saved, now });
             }
         }
+        if state.contents != now.contents && state.contents != 0 && now.contents != 0 {
+            return Err(DataError::OtherData);
+        }
+        state.contents = now.contents;
         if state.batch > per_epoch {
             return Err(DataError::Resume {
                 what: "batch in its epoch",

@@ -19,6 +19,7 @@
 mod augment;
 mod cifar;
 mod classify;
+mod contents;
 mod corpus;
 mod encoded;
 mod error;

@@ -17,6 +17,7 @@ use burn_tensor::backend::Backend;
 use burn_tensor::{Int, Tensor, TensorData};
 use memmap2::Mmap;
 
+use super::contents::{Contents, examples};
 use super::corpus::Corpus;
 use super::error::DataError;
 use super::loader::{Collate, Dataset};
@@ -231,6 +232,21 @@ impl Dataset for TokenWindows {
         }
         let start = self.range.start + index * self.length;
         Ok(self.stream.read(start..start + self.length + 1))
+    }
+
+    fn contents(&self) -> u64 {
+        let mut contents = Contents::of("windows");
+        for index in examples(self.len()) {
+            let start = self.range.start + index * self.length;
+            let tokens = self.stream.read(start..start + self.length + 1);
+            contents.add(
+                &tokens
+                    .iter()
+                    .flat_map(|token| token.to_le_bytes())
+                    .collect::<Vec<u8>>(),
+            );
+        }
+        contents.number()
     }
 }
 

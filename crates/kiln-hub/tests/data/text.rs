@@ -346,3 +346,57 @@ fn a_vocabulary_with_gaps_counts_them() {
         r#"{"version": "1.0", "model": {"type": "WordLevel", "unk_token": "u", "vocab": {"u": 0, "a": 7}}}"#;
     assert_eq!(Tokenizer::from_bytes(text.as_bytes()).unwrap().vocabulary(), 8);
 }
+
+/// A row without a label is no class of its own, and a byte order mark no part of a table.
+#[test]
+fn tables_as_editors_write_them() {
+    let folder = tempfile::tempdir().unwrap();
+    let fields = TextFields::default();
+    let unlabelled = write(folder.path(), "a.csv", "text,label\nx,1\ny, \n");
+    let error = TextExamples::from_csv(&unlabelled, &fields)
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("line 3") && error.contains("`label`"), "{error}");
+    let rows = "{\"text\": \"x\", \"label\": 1}\n{\"text\": \"y\", \"label\": 0}\n";
+    let plain = write(folder.path(), "plain.jsonl", rows);
+    let marked = write(folder.path(), "marked.jsonl", format!("\u{feff}{rows}"));
+    let read = |path| TextExamples::from_jsonl(path, &fields).unwrap();
+    assert_eq!(read(&marked), read(&plain));
+}
+
+/// A position goes on in the data that it was saved in, and in no other of the same length.
+#[test]
+fn other_contents_are_refused_at_a_saved_position() {
+    fn refuses<D: Dataset>(one: D, other: D) {
+        let collate = |items: Vec<D::Item>| Ok(items.len());
+        let (one, other) = (Loader::new(one, collate, 1), Loader::new(other, collate, 1));
+        let state = one.start_state();
+        assert!(one.resume(state).is_ok());
+        assert!(matches!(other.resume(state), Err(DataError::OtherData)));
+        // Positions that were saved before contents were told apart.
+        assert!(other.resume(LoaderState { contents: 0, ..state }).is_ok());
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let table = |name: &str, rows: &str| {
+        let path = write(folder.path(), name, format!("text,label\n{rows}"));
+        TextExamples::from_csv(path, &TextFields::default()).unwrap()
+    };
+    refuses(table("a.csv", "x,1\ny,0\n"), table("b.csv", "y,0\nx,1\n"));
+    let windows = |text: &str| {
+        let corpus = Corpus::from_texts([text]);
+        let stream = TokenStream::encode(&corpus, &Tokenizer::bytes().unwrap()).unwrap();
+        stream.windows(4, 0.0, 1.0).unwrap()
+    };
+    refuses(windows("one text of letters"), windows("one text of Letters"));
+    let pictures = |root: &str, names: [&str; 2]| {
+        for name in names {
+            write(&folder.path().join(root), name, "not read");
+        }
+        let source = ImageFolder::open(folder.path().join(root)).unwrap();
+        Images::new(source, Pipeline::imagenet_train(16))
+    };
+    refuses(
+        pictures("one", ["a/1.png", "b/2.png"]),
+        pictures("other", ["a/1.png", "b/3.png"]),
+    );
+}
