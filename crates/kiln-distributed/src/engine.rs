@@ -26,7 +26,7 @@ use kiln_graph::{CollectiveKind, DType};
 use kiln_profile::Category;
 
 use crate::alive::{self, Process};
-use crate::error::Error;
+use crate::error::{END, Error};
 use crate::link::is_small;
 use crate::mpi::{Failure, Functions, Request};
 use crate::sum::sum;
@@ -158,7 +158,7 @@ pub(crate) fn words(heading: &Heading) -> String {
     };
     let (number, bytes) = (word(0), word(16));
     let Some(kind) = CollectiveKind::ALL.get(usize::from(heading[8])) else {
-        return format!("its end, after {number} collectives");
+        return format!("{END}, after {number} collectives");
     };
     let dtype = DType::ALL
         .get(usize::from(heading[9]))

@@ -197,9 +197,8 @@ pub enum Error {
     },
     /// Another rank does something else.
     #[error(
-        "rank {rank} is at {own}, but rank {other} is at {theirs}: the ranks do not run the same step (another program, another \
-         set of parameters that have a gradient, another learning rate, or, with synchronised batch norm, a batch of another \
-         size)"
+        "rank {rank} is at {own}, but rank {other} is at {theirs}: {}",
+        why(own, theirs)
     )]
     Differs {
         /// A rank: the own one if it is one of two that differ.
@@ -253,5 +252,19 @@ fn ranks(list: &[usize]) -> String {
     match list {
         [_] => format!("rank {}", numbers.concat()),
         _ => format!("ranks {}", numbers.join(", ")),
+    }
+}
+
+/// The beginning of what a rank does that has ended.
+pub(crate) const END: &str = "its end";
+
+/// Why two ranks do not do the same.
+fn why(own: &str, theirs: &str) -> &'static str {
+    match [own, theirs].iter().any(|it| it.starts_with(END)) {
+        true => "it ended before the others did, and what it said itself has the cause",
+        false => {
+            "the ranks do not run the same step (another program, another set of parameters that have a gradient, \
+             another learning rate, or, with synchronised batch norm, a batch of another size)"
+        }
     }
 }

@@ -20,10 +20,13 @@ use crate::sum::sum;
 /// How long ranks wait for each other when they start, at least: a library may come over a slow network.
 const LONGEST_START: Duration = Duration::from_secs(60);
 
+/// The longest timeout.
+const LONGEST_WAIT: Duration = Duration::from_secs(365 * 24 * 3600);
+
 /// How ranks are connected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
-    /// How long a rank waits for another one in a collective. Default: 60 s.
+    /// How long a rank waits for another one in a collective, at most a year. Default: 60 s.
     pub timeout: Duration,
     /// The MPI library. Default: the environment variable `KILN_MPI`, or else that of whoever started the process.
     pub library: Option<String>,
@@ -153,7 +156,9 @@ impl Inner {
     }
 }
 
-fn connect(place: Place, options: Options) -> Result<Arc<Inner>, Error> {
+fn connect(place: Place, mut options: Options) -> Result<Arc<Inner>, Error> {
+    // Times are added to it.
+    options.timeout = options.timeout.min(LONGEST_WAIT);
     let alone = |place| Inner::of_one_process(place, options.timeout);
     if place.size == 1 {
         return Ok(Arc::new(alone(place)));
@@ -727,7 +732,7 @@ impl Drop for Inner {
             && let Err(error) = done.wait()
             && !matches!(error, Error::Broken(_))
         {
-            tracing::error!(target: "kiln", "the ranks do not end together: {error}");
+            kiln_log::error!(target: "kiln", "the ranks do not end together: {error}");
         }
     }
 }
