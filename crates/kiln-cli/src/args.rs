@@ -316,12 +316,14 @@ pub struct ExplainArguments {
     /// What to explain.
     #[command(flatten)]
     pub subject: ExplainSubject,
-    /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda
-    #[arg(long, default_value_t = CompileBackend::Cpu)]
-    pub backend: CompileBackend,
-    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda
-    #[arg(long, default_value_t = KilnDevice::cpu())]
-    pub device: KilnDevice,
+    /// What runs the step: eager, aot_eager, candle, interpret, cpu or cuda; by default what the config says,
+    /// or cpu
+    #[arg(long)]
+    pub backend: Option<CompileBackend>,
+    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda. By default what the config
+    /// says, or cpu
+    #[arg(long)]
+    pub device: Option<KilnDevice>,
     /// Examples in a batch, for --model
     #[arg(long, default_value_t = 2)]
     pub batch: usize,
@@ -343,18 +345,19 @@ pub struct ExplainArguments {
     /// Time each kernel, and compare it with what this machine can do
     #[arg(long)]
     pub measure: bool,
-    /// Most bytes of intermediate values, such as 200000000
+    /// Most bytes of intermediate values, such as 200000000, in place of the config's bound
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
-    /// Let products of f32 on a GPU round their operands to 10 bits of fraction
+    /// Let products of f32 on a GPU round their operands to 10 bits of fraction, as `train.tf32` of a config does
     #[arg(long)]
     pub tf32: bool,
-    /// Mixed precision: let products, convolutions and attention read bf16 or f16
+    /// Mixed precision: let products, convolutions and attention read bf16 or f16, in place of the config's type
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
-    /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
-    pub weights: WeightsArgument,
+    /// Store parameters as f32, bf16, f16, bf16+master or f16+master; with a master the update is that of f32.
+    /// By default what the config says, or f32
+    #[arg(long, value_name = "TYPE", value_parser = parse_weights)]
+    pub weights: Option<WeightsArgument>,
     /// Predict the step on so many ranks; several with commas, which have as much work each as the first.
     /// Under mpirun or srun the ranks that were started are measured and predicted
     #[arg(long, value_name = "N", value_delimiter = ',', requires = "link")]

@@ -3,11 +3,11 @@
 use burn::tensor::backend::Backend;
 use kiln::distributed::{self, Link, World};
 use kiln::explain::{Assumptions, Explain, Machine};
-use kiln::{Buckets, CompileBackend, CompileOptions, Kiln, RegionReport};
+use kiln::{Buckets, CompileBackend, CompileOptions, Kiln, KilnDevice, RegionReport};
 use kiln_hub::data::Share;
 
 use crate::architecture::Architecture;
-use crate::args::ExplainArguments;
+use crate::args::{ExplainArguments, WeightsArgument};
 use crate::bench::Subject;
 use crate::config::{Config, DistributedConfig, OptimizerConfig};
 use crate::data::{Data, HeldOut, pretrained_tokenizer};
@@ -15,7 +15,7 @@ use crate::error::CliError;
 use crate::memory;
 use crate::model::{Batch, Family, freeze, initialise};
 use crate::show;
-use crate::train::{Setting, Together, TrainBackend, Trainer, build_trainer, divides};
+use crate::train::{self, Setting, Together, TrainBackend, Trainer, build_trainer, divides};
 
 /// A learning rate that leaves the weights about where they are.
 const RATE: f64 = 1e-4;
@@ -36,7 +36,16 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     if arguments.memory_curve.is_some() && world.size() > 1 {
         return Err(CliError::Usage("--memory-curve is for one rank".to_owned()));
     }
-    let device = arguments.device;
+    let config = match &arguments.subject.config {
+        Some(path) => Some(Config::read(path, &[])?),
+        None => None,
+    };
+    let How {
+        device,
+        mut options,
+        weights,
+    } = how(arguments, config.as_ref())?;
+    options.threads = threads(arguments, &world);
     Kiln::seed(&device, 0);
     let Of {
         architecture,
@@ -44,21 +53,12 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         optimizer,
         batches,
         distributed,
-    } = subject(arguments, &world)?;
-    let mut options = CompileOptions {
-        memory_budget: arguments.memory_budget,
-        tf32: arguments.tf32,
-        autocast: arguments.autocast,
-        threads: threads(arguments, &world),
-        ..CompileOptions::default()
-            .with_backend(arguments.backend)
-            .with_name("train_step")
-    };
+    } = subject(arguments, config, &device, &world)?;
     let link = match arguments.link {
         Some(link) => Some(link),
         None => world.link()?,
     };
-    options.buckets = buckets(arguments, link, &world);
+    options.buckets = buckets(arguments, link, &world, &options);
     let start = |options: CompileOptions| -> Result<Box<dyn Trainer>, CliError> {
         let model = architecture.init::<TrainBackend>(&device)?;
         initialise(&model);
@@ -68,7 +68,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             &optimizer,
             Setting {
                 options,
-                weights: arguments.weights,
+                weights,
                 together: Some(Together {
                     world: &world,
                     sharded: distributed.sharded_state,
@@ -153,12 +153,51 @@ struct Of {
     distributed: DistributedConfig,
 }
 
+/// How the step is compiled, and where it runs.
+struct How {
+    device: KilnDevice,
+    options: CompileOptions,
+    weights: WeightsArgument,
+}
+
+/// As `kiln train` does it with the config, but for what the arguments ask for.
+fn how(arguments: &ExplainArguments, config: Option<&Config>) -> Result<How, CliError> {
+    const NAME: &str = "train_step";
+    let of_config = match config {
+        Some(config) => How {
+            device: train::device(config)?,
+            options: train::compile_options(config, NAME)?,
+            weights: train::weights(config)?,
+        },
+        None => How {
+            device: KilnDevice::cpu(),
+            options: CompileOptions::default().with_name(NAME),
+            weights: None,
+        },
+    };
+    let options = of_config.options;
+    Ok(How {
+        device: arguments.device.unwrap_or(of_config.device),
+        options: CompileOptions {
+            backend: arguments.backend.unwrap_or(options.backend),
+            memory_budget: arguments.memory_budget.or(options.memory_budget),
+            tf32: arguments.tf32 || options.tf32,
+            autocast: arguments.autocast.or(options.autocast),
+            ..options
+        },
+        weights: arguments.weights.unwrap_or(of_config.weights),
+    })
+}
+
 /// What the arguments name.
-fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> {
-    let device = arguments.device;
-    let mut of = match (&arguments.subject.config, &arguments.subject.model) {
-        (Some(path), _) => {
-            let config = Config::read(path, &[])?;
+fn subject(
+    arguments: &ExplainArguments,
+    config: Option<Config>,
+    device: &KilnDevice,
+    world: &World,
+) -> Result<Of, CliError> {
+    let mut of = match (config, &arguments.subject.model) {
+        (Some(config), _) => {
             let family = Family::of(&config.model.name)?;
             family.check(config.data.source)?;
             let prepared = tempfile::tempdir()
@@ -171,12 +210,12 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
                 ranks: world.size(),
             };
             let data =
-                Data::open(&config, &device, prepared.path(), tokenizer, HeldOut::Random)?.with_share(share);
+                Data::open(&config, device, prepared.path(), tokenizer, HeldOut::Random)?.with_share(share);
             let architecture = Architecture::resolve(&config, weights.as_ref(), &data)?;
             let loader = data.train(None)?;
             let batches: Vec<Batch<TrainBackend>> = loader
                 .take(config.train.accumulate)
-                .map(|batch| batch?.tensors(&device))
+                .map(|batch| batch?.tensors(device))
                 .collect::<Result<_, CliError>>()?;
             Of {
                 architecture,
@@ -188,7 +227,7 @@ fn subject(arguments: &ExplainArguments, world: &World) -> Result<Of, CliError> 
         }
         (None, Some(name)) => {
             let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
-            let batches = vec![subject.batch(&device)];
+            let batches = vec![subject.batch(device)];
             Of {
                 architecture: subject.architecture,
                 frozen: Vec::new(),
@@ -216,10 +255,21 @@ fn world(arguments: &ExplainArguments) -> Result<World, CliError> {
     Ok(distributed::imagine(first)?)
 }
 
-/// The sizes of buckets that were asked for, or that `kiln train` would choose for the link.
-fn buckets(arguments: &ExplainArguments, link: Option<Link>, world: &World) -> Option<Buckets> {
-    match (arguments.bucket_mb, link, arguments.memory_budget) {
-        (Some(asked), _, _) => Some(Buckets::with_others((asked * f64::from(1 << 20)) as usize)),
+/// The sizes of buckets that the arguments or the config ask for, or that `kiln train` would choose for the
+/// link.
+fn buckets(
+    arguments: &ExplainArguments,
+    link: Option<Link>,
+    world: &World,
+    options: &CompileOptions,
+) -> Option<Buckets> {
+    let asked = |megabytes: f64| Buckets::with_others((megabytes * f64::from(1 << 20)) as usize);
+    match (
+        arguments.bucket_mb.map(asked).or(options.buckets),
+        link,
+        options.memory_budget,
+    ) {
+        (Some(asked), _, _) => Some(asked),
         (None, Some(link), None) => {
             let (fixed, byte) = link.of_sums(world.size());
             Some(Buckets::of(fixed, byte))
@@ -258,7 +308,7 @@ fn assumptions(
 fn threads(arguments: &ExplainArguments, world: &World) -> usize {
     match (arguments.threads, arguments.ranks.is_empty()) {
         // Imagined ranks have a machine like this one each.
-        (0, true) => crate::train::threads(world),
+        (0, true) => train::threads(world),
         (asked, _) => asked,
     }
 }

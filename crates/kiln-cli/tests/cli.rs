@@ -1317,6 +1317,29 @@ fn a_gpu_that_is_not_there_is_named() {
     assert!(text.contains("unknown device `gpu`"), "{text}");
 }
 
+/// What is explained is the step that `kiln train` runs with the config.
+#[test]
+fn explain_follows_the_config() {
+    let place = new_place();
+    let config = std::fs::read_to_string(place.path("small.toml")).unwrap();
+    let half = config.replace(
+        "backend = \"aot_eager\"",
+        "backend = \"cpu\"\nautocast = \"bf16\"\nweights = \"bf16+master\"",
+    );
+    std::fs::write(place.path("half.toml"), half).unwrap();
+    let explain = |arguments: &[&str]| place.ok(&[&["explain", "--config"], arguments].concat());
+    let text = explain(&["small.toml"]);
+    assert!(
+        text.contains("each on burn-flex") && !text.contains("bf16"),
+        "{text}"
+    );
+    let text = explain(&["half.toml"]);
+    assert!(text.contains("kernels, ") && text.contains("bf16["), "{text}");
+    // An argument is asked for by hand.
+    let text = explain(&["half.toml", "--autocast", "f16", "--weights", "f32"]);
+    assert!(text.contains("f16[") && !text.contains("bf16["), "{text}");
+}
+
 #[test]
 fn explain_gives_data_and_a_page() {
     let place = new_place();
@@ -1340,7 +1363,7 @@ fn explain_gives_data_and_a_page() {
 fn the_log_shows_what_it_is_asked_for() {
     let place = new_place();
     let explain = |log: Option<&str>| {
-        let mut command = place.command(&["explain", "--config", "small.toml"]);
+        let mut command = place.command(&["explain", "--config", "small.toml", "--backend", "cpu"]);
         command.env_remove("KILN_LOG");
         log.into_iter().for_each(|log| {
             command.env("KILN_LOG", log);

@@ -11,7 +11,7 @@ mod optimizer;
 mod schedule;
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 
 use kiln::Buckets;
 use kiln_models::llama::GenerateConfig;
@@ -294,6 +294,9 @@ const MOST: usize = 1 << 24;
 /// Sides of pictures have 16 bits.
 const LARGEST_SIDE: usize = 65535;
 
+/// A month, in seconds: who waits longer for another rank waits for nothing.
+const LONGEST_WAIT: f64 = 2_678_400.0;
+
 /// Several ranks: processes that `mpirun` or `srun` starts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -459,6 +462,12 @@ impl Config {
 
     /// Numbers that no run can have.
     fn check(&self) -> Result<(), String> {
+        if !is_inside(&self.name) {
+            return Err(format!(
+                "name is {:?}; it must be that of a folder in runs: not empty, without `..`, and no whole path",
+                self.name
+            ));
+        }
         let positive = [
             ("train.batch_size", self.train.batch_size),
             ("train.accumulate", self.train.accumulate),
@@ -473,6 +482,8 @@ impl Config {
             ("train.batch_size", self.train.batch_size, MOST),
             ("train.accumulate", self.train.accumulate, MOST),
             ("data.length", self.data.length, MOST),
+            ("data.vocabulary", self.data.vocabulary, MOST),
+            ("data.examples", self.data.examples, MOST),
             ("data.image_size", self.data.image_size, LARGEST_SIDE),
         ];
         if let Some((key, value, most)) = bounded.into_iter().find(|&(_, value, most)| value > most) {
@@ -497,6 +508,12 @@ impl Config {
                 ));
             }
         }
+        let seconds = self.distributed.timeout_seconds;
+        if !(seconds > 0.0 && seconds <= LONGEST_WAIT) {
+            return Err(format!(
+                "distributed.timeout_seconds is {seconds}; it must be above 0 and at most {LONGEST_WAIT}"
+            ));
+        }
         let minutes = self.train.checkpoint_minutes;
         if minutes.is_nan() || minutes < 0.0 {
             return Err(format!(
@@ -516,6 +533,12 @@ impl Config {
         self.optimizer.check()?;
         self.schedule.check()
     }
+}
+
+/// Whether a path leads from a folder to one inside of it.
+fn is_inside(path: &str) -> bool {
+    let mut parts = Path::new(path).components().peekable();
+    parts.peek().is_some() && parts.all(|part| matches!(part, Component::Normal(_)))
 }
 
 /// Writes one `key=value` into the table. The value is TOML; what is no TOML is a text.
@@ -587,6 +610,32 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(error.contains("did you mean `cosine`"), "{error}");
+    }
+
+    #[test]
+    fn values_that_no_run_can_have_name_their_key() {
+        let error = |set: &str| {
+            Config::parse(SMALL, "x.toml", &[set.into()])
+                .unwrap_err()
+                .to_string()
+        };
+        for (key, values) in [
+            ("name", ["", "..", "a/../..", "/a"].as_slice()),
+            ("data.vocabulary", &["1000000000000", "9000000000000000000"]),
+            ("data.examples", &["1000000000000"]),
+            (
+                "distributed.timeout_seconds",
+                &["0.0", "-1.0", "1e19", "inf", "nan"],
+            ),
+        ] {
+            for value in values {
+                let error = error(&format!("{key}={value}"));
+                assert!(error.contains(&format!("{key} is ")), "{key}={value}: {error}");
+            }
+        }
+        for set in ["name=a/b", "name=..a", "distributed.timeout_seconds=86400.0"] {
+            assert!(Config::parse(SMALL, "x.toml", &[set.into()]).is_ok(), "{set}");
+        }
     }
 
     #[test]

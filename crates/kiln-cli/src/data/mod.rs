@@ -22,7 +22,7 @@ use kiln::{KilnBackend, KilnDevice};
 use kiln_hub::data::{
     Batches, Collate, Corpus, CorpusOptions, DataError, Dataset, EncodedBatch, ImageBatch, Loader,
     LoaderState, Rng, Share, TextBatch, TextBatcher, TextExample, TextExamples, TextFields, TokenStream,
-    WindowBatch, WindowBatcher,
+    TokenWindows, WindowBatch, WindowBatcher,
 };
 use kiln_hub::{BatchOptions, Checkpoint, HubError, Padding, Tokenizer};
 
@@ -324,6 +324,10 @@ impl<D: Dataset> Dataset for Part<D> {
     fn item(&self, index: usize, rng: &mut Rng) -> Result<D::Item, DataError> {
         self.dataset.item(self.indices[index], rng)
     }
+
+    fn contents(&self) -> u64 {
+        self.dataset.contents()
+    }
 }
 
 /// Which of `count` examples are set aside. At least one is left for the training.
@@ -408,6 +412,34 @@ fn tokenizer(
     Ok(tokenizer)
 }
 
+/// A part of the text, and what helps if it is shorter than a window.
+type Piece = (&'static str, &'static str);
+
+const TRAINED: Piece = ("the text to train on", "add to data.paths, or lower data.length");
+const SET_ASIDE: Piece = (
+    "the part of the text that is set aside for evaluation",
+    "raise data.evaluation_fraction, set it to 0 to evaluate nothing, or lower data.length",
+);
+const EVALUATED: Piece = (
+    "the text of data.evaluation_paths",
+    "add to data.evaluation_paths, or lower data.length",
+);
+
+fn windows(
+    stream: &TokenStream,
+    (from, to): (f64, f64),
+    length: usize,
+    (place, remedy): Piece,
+) -> Result<TokenWindows, DataError> {
+    stream.windows(length, from, to).map_err(|error| match error {
+        DataError::Empty { reason, .. } => DataError::Empty {
+            place: place.to_owned(),
+            reason: format!("{reason}: {remedy}"),
+        },
+        error => error,
+    })
+}
+
 fn text(config: &Config, prepared: &Prepared, pretrained: Option<Tokenizer>) -> Result<Data, CliError> {
     let data = &config.data;
     let read = |paths: &[PathBuf]| Corpus::read(paths, &of_any_size());
@@ -419,16 +451,16 @@ fn text(config: &Config, prepared: &Prepared, pretrained: Option<Tokenizer>) -> 
     let whole = stream(prepared::TOKENS, paths)?;
     let (train, evaluation) = if data.evaluation_paths.is_empty() {
         let border = 1.0 - data.evaluation_fraction;
-        let train = whole.windows(data.length, 0.0, border)?;
+        let train = windows(&whole, (0.0, border), data.length, TRAINED)?;
         let evaluation = (data.evaluation_fraction > 0.0)
-            .then(|| whole.windows(data.length, border, 1.0))
+            .then(|| windows(&whole, (border, 1.0), data.length, SET_ASIDE))
             .transpose()?;
         (train, evaluation)
     } else {
         let other = stream(prepared::EVALUATION_TOKENS, &data.evaluation_paths)?;
         (
-            whole.windows(data.length, 0.0, 1.0)?,
-            Some(other.windows(data.length, 0.0, 1.0)?),
+            windows(&whole, (0.0, 1.0), data.length, TRAINED)?,
+            Some(windows(&other, (0.0, 1.0), data.length, EVALUATED)?),
         )
     };
     let collate = || |items: Vec<Vec<u32>>| WindowBatcher.collate(items).map(HostBatch::Windows);

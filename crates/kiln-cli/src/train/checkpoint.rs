@@ -268,7 +268,7 @@ impl Checkpoints {
         let target = self.folder.join(name_of(step));
         if target.exists() {
             // The same step again, after a resume from an older checkpoint: the same contents.
-            std::fs::remove_dir_all(&target).map_err(CliError::io("replace", &target))?;
+            self.discard(&target).map_err(CliError::io("replace", &target))?;
         }
         rename_unfinished(unfinished, &target)?;
         Ok(target)
@@ -279,10 +279,19 @@ impl Checkpoints {
         let mut others = self.list();
         others.retain(|other| other.file_name() != last.file_name());
         for old in &others[..others.len().saturating_sub(keep.saturating_sub(1))] {
-            if let Err(error) = std::fs::remove_dir_all(old) {
-                tracing::warn!("cannot remove the old checkpoint {}: {error}", old.display());
+            if let Err(error) = self.discard(old) {
+                kiln_log::warn!("cannot remove the old checkpoint {}: {error}", old.display());
             }
         }
+    }
+
+    /// Removes a checkpoint. It loses its name first: half of one, if the program is killed, is unfinished.
+    fn discard(&self, checkpoint: &Path) -> std::io::Result<()> {
+        let unfinished = tempfile::Builder::new()
+            .prefix(UNFINISHED)
+            .tempdir_in(&self.folder)?;
+        std::fs::rename(checkpoint, unfinished.path().join("discarded"))?;
+        unfinished.close()
     }
 
     /// Removes folders that a killed program left unfinished, at least `age` ago: nothing for the one process
@@ -451,6 +460,7 @@ mod tests {
             batch: step,
             batch_size: 1,
             examples: 9,
+            contents: 0,
         };
         let state = State::now(step, data, None, OptimizerName::Sgd, HeldOut::Random);
         let written = checkpoints.write(state, b"state", |_| Ok(())).unwrap();

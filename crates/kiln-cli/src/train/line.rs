@@ -191,6 +191,7 @@ mod tests {
                     batch: step,
                     batch_size: 1,
                     examples: 9,
+                    contents: 0,
                 },
                 None,
                 OptimizerName::Sgd,
@@ -232,11 +233,10 @@ mod tests {
                     step,
                     loss: name.len() as f32,
                     accuracy: None,
-                })
-                .unwrap();
+                });
                 if step.is_multiple_of(4) {
                     let written = self.checkpoint(name, step);
-                    log.add(entry_of(&written).unwrap()).unwrap();
+                    log.add(entry_of(&written).unwrap());
                 }
             }
         }

@@ -81,12 +81,14 @@ impl Entry {
     }
 }
 
-/// A log that is being written.
+/// A log that is being written. A disk that is full costs no step: lines wait until they can be written.
 pub struct Log {
     path: PathBuf,
     /// None on ranks that write no log.
     file: Option<File>,
     entries: Vec<Entry>,
+    /// Lines that are not in the file.
+    waiting: String,
 }
 
 impl Log {
@@ -107,6 +109,7 @@ impl Log {
             path,
             file: Some(file),
             entries,
+            waiting: String::new(),
         })
     }
 
@@ -116,27 +119,42 @@ impl Log {
             path: PathBuf::new(),
             file: None,
             entries: Vec::new(),
+            waiting: String::new(),
         }
     }
 
-    /// Adds a line.
-    ///
-    /// # Errors
-    ///
-    /// [`CliError::Io`].
-    pub fn add(&mut self, entry: Entry) -> Result<(), CliError> {
+    /// Adds a line. If it cannot be written, a warning says so, and it is written with the next one that can.
+    pub fn add(&mut self, entry: Entry) {
         if let Some(file) = &mut self.file {
-            file.write_all(line(&entry).as_bytes())
-                .map_err(CliError::io("write", &self.path))?;
+            let is_first = self.waiting.is_empty();
+            self.waiting.push_str(&line(&entry));
+            match append(file, &self.waiting) {
+                Ok(()) => self.waiting.clear(),
+                Err(error) if is_first => kiln_log::warn!(
+                    "{} cannot be written, and training goes on: {error}. Make room; lines from step {} on are \
+                     written when that is possible",
+                    self.path.display(),
+                    entry.step()
+                ),
+                Err(_) => {}
+            }
         }
         self.entries.push(entry);
-        Ok(())
     }
 
     /// All lines, of earlier parts of the run too.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
     }
+}
+
+/// Appends all of `text`, or nothing.
+fn append(file: &mut File, text: &str) -> std::io::Result<()> {
+    let length = file.metadata()?.len();
+    file.write_all(text.as_bytes()).inspect_err(|_| {
+        // Half a line would end up in the middle of the log.
+        let _ = file.set_len(length);
+    })
 }
 
 fn line(entry: &Entry) -> String {
@@ -150,15 +168,15 @@ fn number<'de, D: Deserializer<'de>>(from: D) -> Result<f32, D::Error> {
 }
 
 /// Reads the log in `folder`, which is a run's or a checkpoint's; an incomplete last line, of a program that
-/// was killed, is passed over. No file is an empty log.
+/// was killed, is passed over, and so is what is no line of a log. No file is an empty log.
 ///
 /// # Errors
 ///
 /// [`CliError::Io`].
 pub fn read(folder: &Path) -> Result<Vec<Entry>, CliError> {
     let path = &folder.join(LOG);
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(text
+    match std::fs::read(path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes)
             .lines()
             .filter_map(|line| serde_json::from_str(line).ok())
             .collect()),
@@ -180,8 +198,7 @@ mod tests {
                 step: 3,
                 loss,
                 accuracy: None,
-            })
-            .unwrap();
+            });
         }
         let text = std::fs::read_to_string(run.path().join(LOG)).unwrap();
         assert_eq!(text.matches("\"loss\":null").count(), 2, "{text}");
@@ -210,5 +227,39 @@ mod tests {
         ];
         Log::begin(run.path(), entries.clone()).unwrap();
         assert_eq!(read(run.path()).unwrap(), entries);
+    }
+
+    #[test]
+    fn bytes_that_are_no_text_are_passed_over() {
+        let run = tempfile::tempdir().unwrap();
+        Log::begin(run.path(), vec![Entry::Start]).unwrap();
+        let mut file = OpenOptions::new()
+            .append(true)
+            .open(run.path().join(LOG))
+            .unwrap();
+        file.write_all(b"\xff\xfe\n").unwrap();
+        assert_eq!(read(run.path()).unwrap(), [Entry::Start]);
+    }
+
+    /// What a full disk does not take is written when there is room again.
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn lines_wait_for_room() {
+        let entry = |step| Entry::Evaluation {
+            step,
+            loss: 1.0,
+            accuracy: None,
+        };
+        let run = tempfile::tempdir().unwrap();
+        let mut log = Log::begin(run.path(), vec![entry(0)]).unwrap();
+        let full = OpenOptions::new().append(true).open("/dev/full").unwrap();
+        let with_room = log.file.replace(full);
+        log.add(entry(1));
+        log.add(entry(2));
+        assert_eq!(read(run.path()).unwrap(), [entry(0)]);
+        log.file = with_room;
+        log.add(entry(3));
+        assert_eq!(read(run.path()).unwrap(), [0, 1, 2, 3].map(entry));
+        assert_eq!(read(run.path()).unwrap(), log.entries());
     }
 }

@@ -40,7 +40,7 @@ use kiln_hub::{Checkpoint, write_bytes_atomic};
 use kiln_profile::Category;
 
 use crate::architecture::Architecture;
-use crate::args::{EvalArguments, TrainArguments, parse_autocast};
+use crate::args::{EvalArguments, TrainArguments, WeightsArgument, parse_autocast, parse_weights};
 use crate::config::Config;
 use crate::data::{Data, HeldOut, HostBatch, Prepared};
 use crate::error::CliError;
@@ -99,8 +99,19 @@ pub fn command(arguments: &TrainArguments) -> Result<ExitCode, CliError> {
 ///
 /// As [`command`]; [`CliError::Usage`] if the run's config sets nothing aside.
 pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
-    let (folder, from) = locate(&arguments.run)?;
-    let from = from.ok_or_else(|| CliError::NoCheckpoint { path: folder.clone() })?;
+    loop {
+        let (folder, from) = locate(&arguments.run)?;
+        let from = from.ok_or_else(|| CliError::NoCheckpoint { path: folder.clone() })?;
+        let evaluated = evaluate(arguments, &folder, &from);
+        // A run that trains removes its old checkpoints; there is a newer one then.
+        if evaluated.is_ok() || from.exists() {
+            return evaluated;
+        }
+    }
+}
+
+/// Evaluates checkpoint `from` of the run in `folder`.
+fn evaluate(arguments: &EvalArguments, folder: &Path, from: &Path) -> Result<(), CliError> {
     let mut config = Config::read(&folder.join("config.toml"), &[])?;
     if let Some(backend) = arguments.backend {
         config.train.backend = backend.name().to_owned();
@@ -110,10 +121,10 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
     }
     // Of an evaluation asked for by hand, all of it.
     config.train.evaluation_batches = usize::MAX;
-    let state = read_state(&from)?;
-    state.check_model(&from, None, &config.model)?;
+    let state = read_state(from)?;
+    state.check_model(from, None, &config.model)?;
     let on = device(&config)?;
-    let weights = Checkpoint::open(&from).map_err(|error| damaged(&from, error.to_string()))?;
+    let weights = Checkpoint::open(from).map_err(|error| damaged(from, error.to_string()))?;
     let prepared = Prepared::new(&folder.join("data"))
         .read_only(&config)?
         .with_counts(state.classes.clone(), state.tokens)
@@ -128,10 +139,15 @@ pub fn evaluate_command(arguments: &EvalArguments) -> Result<(), CliError> {
                 .to_owned())
     })?;
     show::line(format_args!("step {}: {result}", state.step));
-    result.check(state.step, &folder)
+    result.check(state.step, folder)
 }
 
-fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliError> {
+/// How the steps of a config are compiled.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if a name is none of those there are.
+pub fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliError> {
     let backend: CompileBackend = config
         .train
         .backend
@@ -158,7 +174,21 @@ fn compile_options(config: &Config, name: &str) -> Result<CompileOptions, CliErr
     })
 }
 
-fn device(config: &Config) -> Result<KilnDevice, CliError> {
+/// How parameters are stored.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if the name is none of those there are.
+pub fn weights(config: &Config) -> Result<WeightsArgument, CliError> {
+    parse_weights(&config.train.weights).map_err(|error| CliError::config("train.weights", error))
+}
+
+/// Where the steps of a config run.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if the name is that of no device.
+pub fn device(config: &Config) -> Result<KilnDevice, CliError> {
     let device = config.train.device.parse();
     device.map_err(|error: kiln::UnknownDevice| CliError::config("train.device", error))
 }
@@ -416,7 +446,7 @@ impl Run {
             per_second,
             memory_mb,
             exposed,
-        })?;
+        });
         progress.step(&StepNumbers {
             step,
             loss,
@@ -468,7 +498,7 @@ impl Run {
                 step: self.step,
                 loss: result.loss,
                 accuracy: result.accuracy,
-            })?;
+            });
             result.check(self.step, &self.folder)?;
         }
         Ok(())
@@ -517,7 +547,10 @@ impl Run {
         let written = written.map_err(|error| error.of_checkpoint(&self.folder, None))?;
         let entry = entry_of(&written);
         self.last_checkpoint = Some(written);
-        entry.map_or(Ok(()), |entry| self.log.add(entry))
+        if let Some(entry) = entry {
+            self.log.add(entry);
+        }
+        Ok(())
     }
 
     /// Removes checkpoints that the run does not keep.

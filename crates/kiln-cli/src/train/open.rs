@@ -17,9 +17,8 @@ use super::ranks::Ranks;
 use super::state::State;
 use super::trainer::{SavedState, Setting, Together, TrainBackend, build as build_trainer};
 use super::utilization::Utilization;
-use super::{Run, compile_options, device};
+use super::{Run, compile_options, device, weights};
 use crate::architecture::Architecture;
-use crate::args::parse_weights;
 use crate::config::{Config, DataSource, Difference, Kept};
 use crate::data::{Data, HeldOut, Prepared, pretrained_tokenizer};
 use crate::error::CliError;
@@ -137,8 +136,7 @@ impl Run {
         let utilization = Utilization::new(device, options.clone());
         let setting = Setting {
             options,
-            weights: parse_weights(&config.train.weights)
-                .map_err(|error| CliError::config("train.weights", error))?,
+            weights: weights(&config)?,
             state: saved,
             together: Some(Together {
                 world: ranks.world(),
@@ -384,8 +382,7 @@ mod tests {
         log.add(Entry::Checkpoint {
             step: 2,
             weights: String::new(),
-        })
-        .unwrap();
+        });
         let error = check().unwrap_err().to_string();
         assert!(error.contains("after step 2"), "{error}");
     }

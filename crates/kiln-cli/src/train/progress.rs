@@ -152,7 +152,9 @@ impl Progress {
 
     fn left(&self, step: u64) -> Option<Duration> {
         let (steps, time) = self.timed;
-        (steps > 0).then(|| time.mul_f64(self.steps.saturating_sub(step) as f64 / steps as f64))
+        let left = self.steps.saturating_sub(step) as f64 / steps as f64;
+        // Nobody waits for what is longer than any duration.
+        Duration::try_from_secs_f64(time.as_secs_f64() * left).ok()
     }
 }
 
@@ -171,4 +173,20 @@ pub fn peak_memory_mb() -> Option<u64> {
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.split_whitespace().next()?.parse().ok()?;
     Some(kib >> 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_number_of_steps_is_too_large() {
+        let mut progress = Progress::silent();
+        assert_eq!(progress.left(1), None, "nothing is timed");
+        (progress.steps, progress.timed) = (11, (4, Duration::from_secs(2)));
+        assert_eq!(progress.left(1), Some(Duration::from_secs(5)));
+        progress.steps = u64::MAX;
+        progress.timed.1 = Duration::from_secs(20);
+        assert_eq!(progress.left(1), None);
+    }
 }

@@ -169,6 +169,7 @@ mod tests {
             batch: 0,
             batch_size: 1,
             examples: 9,
+            contents: 0,
         };
         let state = State::now(1, data, None, OptimizerName::AdamW, HeldOut::Random);
         let check = |now| state.check_optimizer(Path::new("at"), now);
