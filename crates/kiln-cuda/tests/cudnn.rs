@@ -28,6 +28,8 @@ const UNCHECKED: PlanLimits = PlanLimits {
 
 /// The driver's answer where memory is short.
 const OUT_OF_MEMORY: i32 = 2;
+/// The driver's answer where something ended a capture.
+const CAPTURE_INVALIDATED: i32 = 901;
 /// The library's answer where a plan fails on the device.
 const EXECUTION_FAILED: i32 = 5000;
 
@@ -352,7 +354,9 @@ fn a_step_has_the_library_or_its_own_kernels() {
         cudnn: true,
         ..CudaTarget::default()
     };
-    for takes in [true, false] {
+    let failing = ("cudnnBackendExecute", EXECUTION_FAILED);
+    let ended = ("cuStreamEndCapture", CAPTURE_INVALIDATED);
+    for (takes, (fails, answer)) in [(true, failing), (true, ended), (false, failing)] {
         let fake = FakeDriver::start(1, 64 << 20).unwrap();
         let compiled = compile(&graph, &Options::default(), &target).unwrap();
         for function in &compiled.code.functions {
@@ -379,8 +383,8 @@ fn a_step_has_the_library_or_its_own_kernels() {
         for run in 0..3 {
             fake.calls();
             if run == 1 {
-                // A capture that fails is tried again.
-                fake.fail_next("cudnnBackendExecute", EXECUTION_FAILED);
+                // A capture that fails, or that another thread ends, is tried again.
+                fake.fail_next(fails, answer);
             }
             step.run(&inputs, &outputs, &[], &NothingOutside, false).unwrap();
             let calls = fake.calls();

@@ -2,7 +2,8 @@
 //! fails.
 
 use std::collections::BTreeSet;
-use std::sync::Arc;
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
 
 use kiln_cuda::CudaError;
 use kiln_cuda::runtime::{
@@ -432,6 +433,45 @@ fn a_graph_has_the_edges_it_was_given() {
         "{calls:#?}"
     );
     assert_eq!(fake.used(), 0);
+}
+
+/// To wait for a whole device ends the captures of all threads: who waits does so before or behind them. A
+/// module that is dropped waits, too.
+#[test]
+fn who_waits_for_the_device_waits_for_captures() {
+    let (fake, device, stream) = start();
+    let storage = Arc::new(Storage::allocate(&stream, 8).unwrap());
+    // The process has one context of a device, however often it is opened.
+    let other = Device::open(fake.driver(), 0).unwrap();
+    let module = Module::load(&other, "sums", b"machine code").unwrap();
+    fake.calls();
+    let begun = Barrier::new(3);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| {
+            begun.wait();
+            other.synchronize()
+        });
+        scope.spawn(|| {
+            begun.wait();
+            drop(module);
+        });
+        let mut graph = GraphBuilder::new(&device, "step").unwrap();
+        graph
+            .capture(&[], &[&storage], |stream| {
+                begun.wait();
+                std::thread::sleep(Duration::from_millis(50));
+                stream.fill(&storage, 0..8, 0)
+            })
+            .unwrap();
+        waits.join().unwrap().unwrap();
+    });
+    let calls = fake.calls();
+    let (ends, waits) = (
+        place(&calls, "cuStreamEndCapture"),
+        place(&calls, "cuCtxSynchronize"),
+    );
+    assert!(ends < waits, "{calls:#?}");
+    place(&calls, "cuModuleUnload");
 }
 
 #[test]

@@ -23,13 +23,15 @@ use super::gpu::Gpu;
 use crate::error::{CudaError, Result};
 use crate::products::Multiplier;
 use crate::runtime::{GraphBuilder, Parcel, StepGraph, Storage, Stream};
+use crate::sys::driver::result;
 
 /// Most bytes of an input of the host that travels with a step's numbers, in one copy. Inputs of more bytes get
 /// memory of their own: the parcel's ring is pinned memory, eight times its size.
 pub const SMALL_INPUT: usize = 256 << 10;
 
-/// How often a graph is built where cuDNN fails to be captured. It did so once in some thousands of captures
-/// while other threads and processes used the device, with plans that had run just before.
+/// How often a graph is built where a capture is ended from outside. Kiln's own threads do not wait for a device
+/// while another one captures; libraries may. cuDNN failed to be captured once in some thousands of times while
+/// other threads and processes used the device, with plans that had run just before.
 const ATTEMPTS: usize = 3;
 
 /// Slots in the parcel begin at such addresses: kernels load sixteen bytes at once.
@@ -250,8 +252,13 @@ impl Replayed {
         };
         let mut graph = captured(common, &memory);
         for _ in 1..ATTEMPTS {
-            let Err(error @ CudaError::Convolution { .. }) = &graph else {
-                break;
+            let error = match &graph {
+                Err(error @ CudaError::Convolution { .. }) => error,
+                // A library waited for the whole device on another thread, which ends all captures.
+                Err(error @ CudaError::Driver { what, .. }) if what.code == result::CAPTURE_INVALIDATED => {
+                    error
+                }
+                _ => break,
             };
             tracing::debug!("{} is captured again: {error}", common.name);
             graph = captured(common, &memory);

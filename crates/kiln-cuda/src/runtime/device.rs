@@ -6,9 +6,11 @@
 //! the name of the last launch, and [`Device::enter`], with which every operation begins, returns it from
 //! then on.
 
+use std::cell::Cell;
+use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
 use super::memory::Pool;
@@ -36,6 +38,28 @@ struct Inner {
     shared: AtomicBool,
     /// Whether somebody is ending what runs on the device.
     ending: AtomicBool,
+    /// Held by captures, and alone by who waits for the whole device: the driver invalidates all captures of a
+    /// context that is waited for, whichever thread made them.
+    captures: Arc<RwLock<()>>,
+}
+
+/// The [`Inner::captures`] of each device: its context is the process's, however often it is opened.
+static CAPTURES: Mutex<BTreeMap<usize, Arc<RwLock<()>>>> = Mutex::new(BTreeMap::new());
+
+thread_local! {
+    /// How many captures are under way on this thread.
+    static CAPTURING: Cell<usize> = const { Cell::new(0) };
+}
+
+/// A capture under way on this thread.
+pub(super) struct Capturing<'a> {
+    _held: RwLockReadGuard<'a, ()>,
+}
+
+impl Drop for Capturing<'_> {
+    fn drop(&mut self) {
+        CAPTURING.set(CAPTURING.get() - 1);
+    }
 }
 
 /// The device's primary context, retained.
@@ -113,6 +137,12 @@ impl Device {
         let code = unsafe { (driver.cuCtxSetCurrent)(raw) };
         driver.check("cuCtxSetCurrent", code, doing)?;
         let pool = Pool::create(driver, device)?;
+        let captures = CAPTURES
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .entry(ordinal)
+            .or_default()
+            .clone();
         Ok(Self {
             inner: Arc::new(Inner {
                 driver: driver.clone(),
@@ -123,6 +153,7 @@ impl Device {
                 last: Mutex::new(None),
                 shared: AtomicBool::new(false),
                 ending: AtomicBool::new(false),
+                captures,
             }),
         })
     }
@@ -198,9 +229,20 @@ impl Device {
             std::thread::sleep(Duration::from_millis(1));
             self.enter()?;
         }
+        // A capture of this thread cannot end before this call does.
+        let captures = &self.inner.captures;
+        let _alone = (CAPTURING.get() == 0).then(|| captures.write().unwrap_or_else(PoisonError::into_inner));
         // SAFETY: the context is current.
         let code = unsafe { (self.driver().cuCtxSynchronize)() };
         self.check("cuCtxSynchronize", code, || "waiting for the device".into())
+    }
+
+    /// Begins a capture on this thread: nobody waits for the whole device until it is over.
+    pub(super) fn begin_capture(&self) -> Capturing<'_> {
+        let captures = &self.inner.captures;
+        let _held = captures.read().unwrap_or_else(PoisonError::into_inner);
+        CAPTURING.set(CAPTURING.get() + 1);
+        Capturing { _held }
     }
 
     pub(crate) fn driver(&self) -> &Driver {

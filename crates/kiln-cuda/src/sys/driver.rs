@@ -47,6 +47,10 @@ pub mod result {
     pub const NOT_READY: CUresult = 600;
     /// A kernel read or wrote outside its memory.
     pub const ILLEGAL_ADDRESS: CUresult = 700;
+    /// What a capture does not allow.
+    pub const CAPTURE_UNSUPPORTED: CUresult = 900;
+    /// A capture was ended by what it does not allow, on any thread.
+    pub const CAPTURE_INVALIDATED: CUresult = 901;
 }
 
 /// Attributes of devices.

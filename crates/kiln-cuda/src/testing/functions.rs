@@ -138,7 +138,14 @@ unsafe extern "C" fn cuCtxSetCurrent(_: CUcontext) -> CUresult {
 }
 
 unsafe extern "C" fn cuCtxSynchronize() -> CUresult {
-    call("cuCtxSynchronize", "", |_| result::SUCCESS)
+    call("cuCtxSynchronize", "", |state| {
+        if state.capturing.is_empty() {
+            return result::SUCCESS;
+        }
+        let captures = state.capturing.values_mut();
+        captures.for_each(|capture| capture.invalidated = true);
+        result::CAPTURE_UNSUPPORTED
+    })
 }
 
 unsafe extern "C" fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) -> CUresult {

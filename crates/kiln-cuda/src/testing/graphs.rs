@@ -282,6 +282,7 @@ pub(super) unsafe extern "C" fn cuStreamEndCapture(stream: CUstream, graph: *mut
         "cuStreamEndCapture",
         &format!("stream {}", number(stream.0)),
         |state| match state.capturing.remove(&number(stream.0)) {
+            Some(capture) if capture.invalidated => result::CAPTURE_INVALIDATED,
             Some(capture) => {
                 // SAFETY: see the module.
                 unsafe { *graph = CUgraph(pointer(capture.graph)) };

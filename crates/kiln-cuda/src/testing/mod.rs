@@ -78,6 +78,8 @@ struct Capture {
     number: usize,
     graph: usize,
     last: Vec<usize>,
+    /// Whether something ended it that captures do not allow.
+    invalidated: bool,
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
@@ -213,7 +215,13 @@ impl State {
     /// A stream begins to capture into a graph, behind the nodes `last`.
     fn capture(&mut self, stream: usize, graph: usize, last: Vec<usize>) {
         let number = self.handle();
-        self.capturing.insert(stream, Capture { number, graph, last });
+        let capture = Capture {
+            number,
+            graph,
+            last,
+            invalidated: false,
+        };
+        self.capturing.insert(stream, capture);
     }
 
     /// Whether NCCL can be captured on a stream: it takes every capture into one graph for the first.

@@ -263,6 +263,8 @@ impl GraphBuilder {
         let position = self.order.next(after);
         let raw = self.raw(&position)?;
         self.device.enter()?;
+        let device = self.device.clone();
+        let _capturing = device.begin_capture();
         let driver = self.device.driver();
         // SAFETY: the nodes are of this graph; without edge data edges are plain.
         let code = unsafe {
@@ -320,6 +322,8 @@ impl GraphBuilder {
         };
         self.refuse_if_incomplete()?;
         self.device.enter()?;
+        let device = self.device.clone();
+        let capturing = device.begin_capture();
         // SAFETY: the stream is this builder's and is not capturing.
         let code = unsafe {
             (self.device.driver().cuStreamBeginCapture_v2)(stream.raw(), CAPTURE_MODE_THREAD_LOCAL)
@@ -337,6 +341,7 @@ impl GraphBuilder {
             device: self.device.clone(),
             raw,
         };
+        drop(capturing);
         called?;
         self.check("cuStreamEndCapture", code, || "a library's call".into())?;
         let position = self.order.next_urgent(after);
