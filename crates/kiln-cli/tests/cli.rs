@@ -1171,7 +1171,14 @@ fn classifiers_train_and_are_evaluated() {
     );
     place.ok(&["eval", "--run", "bert"]);
     assert!(!place.path("bert/data").exists(), "an evaluation writes nothing");
-    place.ok(&["train", "--resume", "bert", "--steps", "31"]);
+    for (steps, is_told) in [("31", true), ("32", false)] {
+        let [_, said] = place.both(&["train", "--resume", "bert", "--steps", steps]);
+        assert_eq!(
+            said.contains("as many examples as when the position was saved, but others"),
+            is_told,
+            "{said}"
+        );
+    }
     assert_eq!(tokenizer("bert/data"), own);
     // So are its classes: another name would shift the labels.
     let rows = std::fs::read_to_string(place.path("table.jsonl")).unwrap();

@@ -92,13 +92,6 @@ pub enum DataError {
         now: u64,
     },
 
-    /// A saved position belongs to data of the same length with other contents.
-    #[error(
-        "cannot resume: the data has as many examples as when the position was saved, but others, or in another order; \
-         restore it, or begin a new run with the weights"
-    )]
-    OtherData,
-
     /// A setting that cannot work.
     #[error("{0}")]
     Setting(String),

@@ -47,8 +47,8 @@ pub trait Dataset: Send + Sync + 'static {
     /// [`DataError`] if the example cannot be read.
     fn item(&self, index: usize, rng: &mut Rng) -> Result<Self::Item, DataError>;
 
-    /// A number of what the examples contain, by which [`Loader::resume`] notices other data of the same length;
-    /// 0, the default, says nothing. Large datasets look at a part of their examples.
+    /// A number of what the examples contain, by which [`Loader::resume`] notices other data of the same length
+    /// and warns; 0, the default, says nothing. Large datasets look at a part of their examples.
     fn contents(&self) -> u64 {
         0
     }
@@ -290,7 +290,11 @@ impl<D: Dataset, C: Collate<D::Item>> Loader<D, C> {
             }
         }
         if state.contents != now.contents && state.contents != 0 && now.contents != 0 {
-            return Err(DataError::OtherData);
+            kiln_log::warn!(
+                target: "kiln",
+                "the data has as many examples as when the position was saved, but others, or in another order: training \
+                 goes on with them, and some that are evaluated may have been trained on"
+            );
         }
         state.contents = now.contents;
         if state.batch > per_epoch {
