@@ -73,7 +73,7 @@ pub struct CompiledFn<F> {
     function: F,
 }
 
-/// Observations of the function in calls with tracked tensors.
+/// Observations of the function in calls with tracked tensors, arguments or captured ones.
 #[derive(Default)]
 struct TrackedCalls {
     calls: u64,
@@ -135,7 +135,10 @@ impl<F> CompiledFn<F> {
         R: StepInput,
     {
         let (arguments, tracked) = tracked::tracked_tensors(arguments);
-        if tracked.is_empty() || !self.compiles() || !self.is_traced() {
+        if tracked.is_empty() {
+            return Ok(self.note_captured(self.region.run(|| (self.function)(arguments))?));
+        }
+        if !self.compiles() || !self.is_traced() {
             return self.region.run(|| (self.function)(arguments));
         }
         let traced = |leaves: &mut Leaves| (self.function)(arguments.map(leaves));
@@ -218,7 +221,10 @@ impl<F> CompiledFn<F> {
         let (input, inputs) = tracked::tracked_tensors(input);
         let mut tracked = parameters.0.0;
         tracked.extend(inputs);
-        if tracked.is_empty() || !self.compiles() || !self.is_traced() {
+        if tracked.is_empty() {
+            return Ok(self.note_captured(self.region.run(|| (self.function)(model, input))?));
+        }
+        if !self.compiles() || !self.is_traced() {
             return self.region.run(|| (self.function)(model, input));
         }
         let traced = |leaves: &mut Leaves| {
@@ -265,6 +271,25 @@ impl<F> CompiledFn<F> {
                 result
             }
         }
+    }
+
+    /// Notes a call without tracked arguments whose result is tracked all the same: what it follows from was
+    /// captured.
+    fn note_captured<R: StepInput>(&self, result: R) -> R {
+        if !self.compiles() {
+            return result;
+        }
+        let (result, tracked) = tracked::tracked_tensors(result);
+        if tracked.is_empty() {
+            return result;
+        }
+        let mut calls = self.tracked.lock().unwrap_or_else(PoisonError::into_inner);
+        calls.calls += 1;
+        calls.plain += 1;
+        if !std::mem::replace(&mut calls.captures, true) {
+            self.warn(CAPTURES);
+        }
+        result
     }
 
     fn warn(&self, reason: &str) {

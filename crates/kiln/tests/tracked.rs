@@ -192,6 +192,31 @@ fn without_tracked_tensors_nothing_is_differentiated() {
     );
 }
 
+/// The function of an untracked batch that captures a model: gradients are right, and what they cost is told.
+#[test]
+fn what_is_captured_is_told_where_no_argument_is_tracked() {
+    let _turn = take_turns();
+    let weight = matrix([[1.0, 2.0], [3.0, -1.0]]).require_grad();
+    let captured = weight.clone();
+    let forward = compiled(
+        move |x: Tensor<B, 2>| x.matmul(captured.clone()),
+        CompileBackend::Cpu,
+    );
+    for _ in 0..2 {
+        let loss = forward.call(matrix([[1.0, 0.5]])).unwrap().sum();
+        let gradients = loss.backward();
+        assert_close(&values(weight.grad(&gradients).unwrap()), &[1.0, 1.0, 0.5, 0.5]);
+    }
+    let text = forward.explain_tracked();
+    for part in [
+        "2 of 2 calls had Burn's own backward pass",
+        "captures tensors that are trained",
+        "call_with",
+    ] {
+        assert!(text.contains(part), "{part} is missing in {text}");
+    }
+}
+
 #[test]
 fn dropout_has_the_same_mask_forward_and_backward() {
     let _turn = take_turns();
