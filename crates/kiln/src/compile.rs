@@ -58,8 +58,9 @@ impl Compiled {
     ///
     /// Operations that are the same at each call are compiled once. Another shape, dtype, branch or set of
     /// trained parameters is another step, compiled when it first occurs ([`RegionReport::recompiles`] says
-    /// why); values of float scalars are not part of a step, exponents excepted, so schedules never recompile.
-    /// Reading a tensor inside (`into_data`, `into_scalar`) cuts the step in two: a graph break.
+    /// why); values of float scalars are not part of a step, so schedules never recompile, but for exponents
+    /// and the numbers that `mask_fill` fills in and comparisons compare with. Reading a tensor inside
+    /// (`into_data`, `into_scalar`) cuts the step in two: a graph break.
     ///
     /// Recording belongs to the calling thread. A `run` inside another joins it.
     ///

@@ -19,9 +19,11 @@ impl fmt::Display for Report {
         let recompiles = self.compiles.iter().filter(|compile| !compile.expected).count();
         writeln!(
             f,
-            "region `{}`: {} calls, {} compiled steps, {} graph breaks, {recompiles} recompiles",
+            "region `{}`: {} {}calls, {} compiled steps, {} graph breaks, {recompiles} recompiles",
             self.region,
             self.calls,
+            // The calls of a `TrainStep` that were replayed have a line of their own.
+            if self.replay.is_some() { "recorded " } else { "" },
             self.steps.len(),
             self.breaks.len(),
         )?;

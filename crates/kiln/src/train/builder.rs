@@ -130,7 +130,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     /// # Errors
     ///
     /// [`TrainError::Ranks`] if other ranks have another model or another optimizer, or do not answer;
-    /// [`TrainError::Sharding`] if the optimizer's state cannot be divided.
+    /// [`TrainError::Sharding`] if the optimizer's state cannot be divided; [`TrainError::LossScaling`] if a
+    /// number of [`CompileOptions::loss_scaling`] makes no sense.
     pub fn build<I, L>(mut self) -> Result<TrainStep<B, M, O, F, I, L>, TrainError>
     where
         F: Fn(&M, I) -> L,
@@ -138,7 +139,7 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
         L: StepOutput<B>,
     {
         crate::log::init_if_asked();
-        let scaling = loss_scale::scaling(&self.options);
+        let scaling = loss_scale::scaling(&self.options)?;
         self.options.loss_scaling = scaling;
         let least = match self.options.dynamic {
             Dynamic::Auto | Dynamic::Marked => VARIANTS.1 / 4,

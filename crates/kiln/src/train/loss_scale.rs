@@ -28,8 +28,8 @@ use kiln_burn::record::exchange;
 use kiln_burn::storage::Storage;
 use kiln_burn::{CompileOptions, Kiln, KilnClient, KilnDevice, LossScaling, ranks};
 
-use super::TrainBackend;
 use super::places::{self, Found, map_tensors, tensors_of, with_state};
+use super::{TrainBackend, TrainError};
 use crate::input::{KilnTensor, inspect};
 
 /// The largest scale.
@@ -354,7 +354,44 @@ impl Chosen<'_> {
 }
 
 /// How a step with these options scales its loss.
-pub(super) fn scaling(options: &CompileOptions) -> Option<LossScaling> {
+///
+/// # Errors
+///
+/// [`TrainError::LossScaling`] if a number of it makes no sense.
+pub(super) fn scaling(options: &CompileOptions) -> Result<Option<LossScaling>, TrainError> {
     let default = || (options.autocast == Some(DType::F16)).then(LossScaling::default);
-    options.loss_scaling.or_else(default)
+    let Some(scaling) = options.loss_scaling.or_else(default) else {
+        return Ok(None);
+    };
+    let LossScaling {
+        initial,
+        growth,
+        backoff,
+        interval,
+    } = scaling;
+    let checks = [
+        (
+            initial > 0.0 && initial.is_finite(),
+            "initial",
+            initial,
+            "a finite number above 0",
+        ),
+        (
+            growth >= 1.0 && growth.is_finite(),
+            "growth",
+            growth,
+            "a finite number, 1 at least",
+        ),
+        (
+            backoff > 0.0 && backoff <= 1.0,
+            "backoff",
+            backoff,
+            "above 0 and at most 1",
+        ),
+        (interval > 0, "interval", interval as f32, "1 at least"),
+    ];
+    match checks.into_iter().find(|(is_right, ..)| !is_right) {
+        Some((_, field, value, rule)) => Err(TrainError::LossScaling { field, value, rule }),
+        None => Ok(Some(scaling)),
+    }
 }

@@ -116,7 +116,8 @@ impl<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>> StepOptimi
     note = "return the loss, a `Tensor<B, 1>`, or a pair of the loss and all other results: `(loss, (logits, hits))`"
 )]
 pub trait StepOutput<B: TrainBackend>: StepInput + Clone {
-    /// The loss whose gradients train the model, of one element.
+    /// The loss whose gradients train the model, of one element; of a larger one the sum is trained on, as
+    /// Burn's `backward` does.
     fn loss(&self) -> Tensor<B, 1>;
 }
 
@@ -146,6 +147,16 @@ pub enum TrainError {
     Sharding {
         /// What stands in the way.
         reason: String,
+    },
+    /// A number of [`crate::CompileOptions::loss_scaling`] makes no sense.
+    #[error("the loss scaling's `{field}` is {value}; it must be {rule}")]
+    LossScaling {
+        /// The field of [`crate::LossScaling`].
+        field: &'static str,
+        /// Its value.
+        value: f32,
+        /// What it must be.
+        rule: &'static str,
     },
     /// Statistics of batch norm cannot be taken over all ranks
     /// ([`TrainStepBuilder::with_synchronised_batch_norm`]). Nothing was run.
@@ -201,7 +212,7 @@ type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> Opt
 /// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded
 ///   and replayed separately; the state is one.
 /// - Calls 4, 9, 21, 39, .. and one of each 1024 of a signature are recorded again and compared. For example,
-///   a number counted in a `Cell` is found there: a warning names it (an error under
+///   a number in a `Cell` that changes after some calls is found there: a warning names it (an error under
 ///   [`crate::CompileOptions::strict`]), and the step is recorded from then on. What the closure does at one
 ///   of many calls alone may not be met for long; pass such a choice as a plain value of the input.
 pub struct TrainStep<B: TrainBackend, M: AutodiffModule<B>, O: SimpleOptimizer<Kiln>, F, I, L> {

@@ -296,3 +296,34 @@ fn a_scale_goes_on_where_another_run_stopped() {
     };
     assert_eq!(second.loss_scale(), Some(now));
 }
+
+#[test]
+fn scales_that_make_no_sense_are_errors() {
+    let build = |scaling| {
+        TrainStep::new(start(), AdamWConfig::new().init(), loss)
+            .with_options(CompileOptions {
+                loss_scaling: Some(scaling),
+                ..CompileOptions::default()
+            })
+            .build::<Batch<Compiled>, _>()
+            .map(drop)
+    };
+    assert!(build(SCALING).is_ok());
+    let of = |initial, growth, backoff, interval| LossScaling {
+        initial,
+        growth,
+        backoff,
+        interval,
+    };
+    for (scaling, said) in [
+        (of(f32::NAN, 2.0, 0.5, 9), "`initial` is NaN"),
+        (of(0.0, 2.0, 0.5, 9), "`initial` is 0"),
+        (of(8.0, 0.5, 0.5, 9), "`growth` is 0.5"),
+        (of(8.0, 2.0, 1.5, 9), "`backoff` is 1.5"),
+        (of(8.0, 2.0, 0.0, 9), "`backoff` is 0"),
+        (of(8.0, 2.0, 0.5, 0), "`interval` is 0"),
+    ] {
+        let error = build(scaling).unwrap_err().to_string();
+        assert!(error.contains(said) && error.contains("must be"), "{error}");
+    }
+}
