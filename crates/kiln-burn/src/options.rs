@@ -125,8 +125,10 @@ pub struct CompileOptions {
     /// The other backends have no plan of memory and ignore the budget, which `explain` reports. Default:
     /// none.
     pub memory_budget: Option<usize>,
-    /// Whether a training step that does not compute the same function at every call fails with an error.
-    /// Otherwise there is a warning, and the step is recorded at each call from then on. Default: false.
+    /// Whether a training step that is found to compute another function than the one that was replayed fails
+    /// with an error. Otherwise there is a warning, and the step is recorded at each call from then on. A step
+    /// whose first two calls differ is never replayed and only warned of: nothing of it can be wrong. Default:
+    /// false.
     pub strict: bool,
     /// Whether a call that would compile is an error ([`crate::Error::Frozen`]) that names the guard,
     /// before anything runs. With this option nothing is compiled until `unfreeze` is called; more often a
