@@ -126,9 +126,9 @@ pub struct CompileOptions {
     /// none.
     pub memory_budget: Option<usize>,
     /// Whether a training step that is found to compute another function than the one that was replayed fails
-    /// with an error. Otherwise there is a warning, and the step is recorded at each call from then on. A step
-    /// whose first two calls differ is never replayed and only warned of: nothing of it can be wrong. Default:
-    /// false.
+    /// with an error. Otherwise there is a warning, and the step is recorded at each call from then on. A
+    /// step whose first two calls differ is never replayed and only warned of: nothing of it can be wrong.
+    /// Default: false.
     pub strict: bool,
     /// Whether a call that would compile is an error ([`crate::Error::Frozen`]) that names the guard,
     /// before anything runs. With this option nothing is compiled until `unfreeze` is called; more often a
@@ -153,8 +153,8 @@ pub struct CompileOptions {
     /// [`DType::F16`], and add up in f32; values between them are stored in it. Parameters, optimizer
     /// state, statistics, losses and everything that leaves the step stay f32; [`crate::full_precision`]
     /// keeps more of the step so. With f16 a `TrainStep` scales its loss ([`CompileOptions::loss_scaling`]);
-    /// elsewhere small gradients become zero. The backends `cpu` and `cuda` do this, the others compute in f32.
-    /// Default: none.
+    /// elsewhere small gradients become zero. The backends `cpu` and `cuda` do this, the others compute in
+    /// f32. Default: none.
     pub autocast: Option<DType>,
     /// How a `TrainStep` scales its loss, so that gradients which are stored in 16 bits do not underflow; a
     /// step with a gradient that is not finite is skipped. Regions without an optimizer ignore it. Default:

@@ -320,8 +320,8 @@ pub struct ExplainArguments {
     /// or cpu
     #[arg(long)]
     pub backend: Option<CompileBackend>,
-    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda. By default what the config
-    /// says, or cpu
+    /// Where it runs: cpu, cuda or cuda:ORDINAL; steps on a GPU run on backend cuda. By default what the
+    /// config says, or cpu
     #[arg(long)]
     pub device: Option<KilnDevice>,
     /// Examples in a batch, for --model
@@ -348,14 +348,16 @@ pub struct ExplainArguments {
     /// Most bytes of intermediate values, such as 200000000, in place of the config's bound
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
-    /// Let products of f32 on a GPU round their operands to 10 bits of fraction, as `train.tf32` of a config does
+    /// Let products of f32 on a GPU round their operands to 10 bits of fraction, as `train.tf32` of a config
+    /// does
     #[arg(long)]
     pub tf32: bool,
-    /// Mixed precision: let products, convolutions and attention read bf16 or f16, in place of the config's type
+    /// Mixed precision: let products, convolutions and attention read bf16 or f16, in place of the config's
+    /// type
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
-    /// Store parameters as f32, bf16, f16, bf16+master or f16+master; with a master the update is that of f32.
-    /// By default what the config says, or f32
+    /// Store parameters as f32, bf16, f16, bf16+master or f16+master; with a master the update is that of
+    /// f32. By default what the config says, or f32
     #[arg(long, value_name = "TYPE", value_parser = parse_weights)]
     pub weights: Option<WeightsArgument>,
     /// Predict the step on so many ranks; several with commas, which have as much work each as the first.

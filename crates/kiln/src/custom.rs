@@ -187,8 +187,8 @@ tuple!(T0 0, T1 1, T2 2, T3 3, T4 4, T5 5, T6 6, T7 7);
 ///
 /// # Panics
 ///
-/// If `inputs` is an empty `Vec`, or has more than eight float tensors of which some are tracked. In a part that is not recorded: with the function's panic, and if its
-/// result has another shape or type.
+/// If `inputs` is an empty `Vec`, or has more than eight float tensors of which some are tracked. In a part
+/// that is not recorded: with the function's panic, and if its result has another shape or type.
 pub fn custom_op<B, const D: usize, I, F, G>(
     name: &str,
     inputs: I,

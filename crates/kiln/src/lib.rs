@@ -38,8 +38,8 @@
 //!
 //! - [`compile`] wraps a closure. The closure's Rust code runs at each call; in place of its tensor
 //!   operations the compiled step runs.
-//! - [`TrainStep`] owns model and optimizer. After the first calls model code runs at a few calls only, which are
-//!   compared.
+//! - [`TrainStep`] owns model and optimizer. After the first calls model code runs at a few calls only, which
+//!   are compared.
 //! - [`compile_fn`] wraps a function: for inference, or inside an eager training loop, where its backward
 //!   pass is compiled, too.
 //!

@@ -295,8 +295,8 @@ impl Toolchain {
     }
 }
 
-/// `program` as a process that Ctrl-C leaves alone: a terminal sends it to all of the foreground's group, and a
-/// program that wants to finish its step needs its compiler.
+/// `program` as a process that Ctrl-C leaves alone: a terminal sends it to all of the foreground's group, and
+/// a program that wants to finish its step needs its compiler.
 pub(super) fn process(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     #[cfg(unix)]

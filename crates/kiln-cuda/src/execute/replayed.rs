@@ -29,9 +29,9 @@ use crate::sys::driver::result;
 /// memory of their own: the parcel's ring is pinned memory, eight times its size.
 pub const SMALL_INPUT: usize = 256 << 10;
 
-/// How often a graph is built where a capture is ended from outside. Kiln's own threads do not wait for a device
-/// while another one captures; libraries may. cuDNN failed to be captured once in some thousands of times while
-/// other threads and processes used the device, with plans that had run just before.
+/// How often a graph is built where a capture is ended from outside. Kiln's own threads do not wait for a
+/// device while another one captures; libraries may. cuDNN failed to be captured once in some thousands of
+/// times while other threads and processes used the device, with plans that had run just before.
 const ATTEMPTS: usize = 3;
 
 /// Slots in the parcel begin at such addresses: kernels load sixteen bytes at once.

@@ -38,8 +38,8 @@ struct Inner {
     shared: AtomicBool,
     /// Whether somebody is ending what runs on the device.
     ending: AtomicBool,
-    /// Held by captures, and alone by who waits for the whole device: the driver invalidates all captures of a
-    /// context that is waited for, whichever thread made them.
+    /// Held by captures, and alone by who waits for the whole device: the driver invalidates all captures of
+    /// a context that is waited for, whichever thread made them.
     captures: Arc<RwLock<()>>,
 }
 

@@ -1,4 +1,5 @@
-//! What a dataset contains, as a number: a saved position means something else in other data of the same length.
+//! What a dataset contains, as a number: a saved position means something else in other data of the same
+//! length.
 
 use sha2::{Digest, Sha256};
 

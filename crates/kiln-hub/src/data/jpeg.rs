@@ -39,8 +39,8 @@ pub(super) fn plain_size(bytes: &[u8]) -> Option<(usize, usize)> {
     }
 }
 
-/// Whether a JPEG ends within its scans: a decoder would make up the rest of the picture. What is wrong with a
-/// file that ends before them is for a decoder to say.
+/// Whether a JPEG ends within its scans: a decoder would make up the rest of the picture. What is wrong with
+/// a file that ends before them is for a decoder to say.
 pub(super) fn is_cut_off(bytes: &[u8]) -> bool {
     Segments::of(bytes).is_some_and(|mut segments| {
         // A thumbnail in front of the scans has an end of its own.

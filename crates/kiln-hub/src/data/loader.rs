@@ -47,8 +47,8 @@ pub trait Dataset: Send + Sync + 'static {
     /// [`DataError`] if the example cannot be read.
     fn item(&self, index: usize, rng: &mut Rng) -> Result<Self::Item, DataError>;
 
-    /// A number of what the examples contain, by which [`Loader::resume`] notices other data of the same length
-    /// and warns; 0, the default, says nothing. Large datasets look at a part of their examples.
+    /// A number of what the examples contain, by which [`Loader::resume`] notices other data of the same
+    /// length and warns; 0, the default, says nothing. Large datasets look at a part of their examples.
     fn contents(&self) -> u64 {
         0
     }

@@ -513,8 +513,8 @@ pub fn hessian<F>(function: F) -> Transformed<Hessian<F>> {
 }
 
 /// `function` for each element of a batch. The first dimension of arguments counts the elements, except in
-/// [`Same`]; so does that of results. The function sees tensors of one dimension less, which have at least one:
-/// one number for each element of the batch, such as a label, is passed as `[n, 1]`.
+/// [`Same`]; so does that of results. The function sees tensors of one dimension less, which have at least
+/// one: one number for each element of the batch, such as a label, is passed as `[n, 1]`.
 pub fn vmap<F>(function: F) -> Transformed<Vmap<F>> {
     Transformed::named(Vmap(function, Randomness::default()), "vmap")
 }

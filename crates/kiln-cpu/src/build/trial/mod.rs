@@ -16,8 +16,8 @@
 //!
 //! The verdict is kept in the cache under the compiler's file, version, flags and CPU and this crate's
 //! sources; a verdict that cannot be read is made again. A compiler that fails to compile the trial gets no
-//! lasting verdict, and none at all where the machine is what failed: a disk that is full, a compiler that was
-//! ended ([`Distrust::Untried`]).
+//! lasting verdict, and none at all where the machine is what failed: a disk that is full, a compiler that
+//! was ended ([`Distrust::Untried`]).
 
 mod program;
 mod tiles;
