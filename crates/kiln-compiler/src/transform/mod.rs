@@ -14,6 +14,7 @@ pub mod pools;
 mod relu;
 pub mod simplify;
 pub mod slices;
+pub mod updates;
 mod view;
 
 use kiln_graph::{DType, Graph, TypeError};
@@ -45,6 +46,7 @@ const PASSES: &[Pass] = &[
         channels::channels(graph, context.policy, context.autocast)
     }),
     ("attention", |graph, _| attention::attention(graph)),
+    ("updates", |graph, _| updates::updates(graph)),
     ("slices", |graph, _| slices::slices(graph)),
     ("pools", |graph, _| pools::pools(graph)),
     ("indices", |graph, _| indices::indices(graph)),

@@ -6,10 +6,12 @@
 //! not overlap, the sum is a concatenation, with zeros where no slice was: it is written once, and each
 //! part goes to its place directly.
 
-use rustc_hash::FxHashSet;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use kiln_graph::op::{BinaryOp, Op};
 use kiln_graph::{Graph, NodeData, Provenance, Rewriter, TensorType, TypeError, Users, Value};
+
+use super::updates::concatenation;
 
 /// Replaces slices written into zeros, and their sums, in `graph`.
 ///
@@ -20,25 +22,21 @@ pub fn slices(graph: &Graph) -> Result<Graph, TypeError> {
     let mut rewriter = Rewriter::new(graph);
     // Sums that are part of a larger one need no value of their own.
     let mut inner: FxHashSet<Value> = FxHashSet::default();
-    for (_, data) in graph.nodes() {
-        if matches!(data.op, Op::Binary(BinaryOp::Add))
-            && let [value] = data.outputs.as_slice()
-            && let [user] = users.of(*value)
-            && users.outputs(*value) == 0
-            && matches!(graph.node(*user).op, Op::Binary(BinaryOp::Add))
-            && parts(graph, &users, graph.node(*user).outputs[0]).is_some()
+    let mut whole: FxHashMap<Value, (usize, Vec<Part>)> = FxHashMap::default();
+    for (_, data) in graph.nodes().rev() {
+        if let &[value] = data.outputs.as_slice()
+            && !inner.contains(&value)
+            && let Some(found) = parts(graph, &users, value, &mut inner)
         {
-            inner.insert(*value);
+            whole.insert(value, found);
         }
     }
     for (node, data) in graph.nodes() {
-        if let [value] = data.outputs.as_slice()
-            && !inner.contains(value)
-            && let Some((axis, parts)) = parts(graph, &users, *value)
-        {
-            let joined = join(&mut rewriter, graph.ty(*value), axis, &parts, &data.provenance)?;
-            rewriter.replace(*value, joined);
-        } else {
+        let value = data.outputs[0];
+        if let Some((axis, parts)) = whole.get(&value) {
+            let joined = join(&mut rewriter, graph.ty(value), *axis, parts, &data.provenance)?;
+            rewriter.replace(value, joined);
+        } else if !inner.contains(&value) {
             rewriter.copy(node)?;
         }
     }
@@ -53,10 +51,15 @@ struct Part {
     value: Value,
 }
 
-/// The axis and the slices that `value` consists of, in order, if it is a slice in zeros or a sum of such.
-fn parts(graph: &Graph, users: &Users, value: Value) -> Option<(usize, Vec<Part>)> {
-    let mut leaves = Vec::new();
-    collect(graph, users, value, true, &mut leaves)?;
+/// The axis and the slices that `value` consists of, in order, if it is a slice in zeros or a sum of such. The
+/// sums in between go to `inner`.
+fn parts(
+    graph: &Graph,
+    users: &Users,
+    value: Value,
+    inner: &mut FxHashSet<Value>,
+) -> Option<(usize, Vec<Part>)> {
+    let (leaves, sums) = terms(graph, users, value)?;
     let mut axis = None;
     let mut parts = Vec::new();
     for data in leaves {
@@ -86,31 +89,32 @@ fn parts(graph: &Graph, users: &Users, value: Value) -> Option<(usize, Vec<Part>
     let apart = parts
         .windows(2)
         .all(|two| two[0].start + two[0].extent <= two[1].start);
-    apart.then_some((axis?, parts))
+    let found = apart.then_some((axis?, parts));
+    if found.is_some() {
+        inner.extend(sums);
+    }
+    found
 }
 
-/// The terms of a sum whose partial sums nothing else needs.
-fn collect<'a>(
-    graph: &'a Graph,
-    users: &Users,
-    value: Value,
-    outermost: bool,
-    leaves: &mut Vec<&'a NodeData>,
-) -> Option<()> {
-    const MOST: usize = 16;
-    let data = graph.def(value);
-    match &data.op {
-        Op::UpdateSlice { .. } => leaves.push(data),
-        Op::Binary(BinaryOp::Add)
-            if outermost || (users.of(value).len() == 1 && users.outputs(value) == 0) =>
-        {
-            for &operand in &data.inputs {
-                collect(graph, users, operand, false, leaves)?;
+/// The terms of a sum, all of which are updates, and the partial sums, which nothing else needs.
+fn terms<'a>(graph: &'a Graph, users: &Users, value: Value) -> Option<(Vec<&'a NodeData>, Vec<Value>)> {
+    let (mut terms, mut sums) = (Vec::new(), Vec::new());
+    let mut left = vec![value];
+    while let Some(next) = left.pop() {
+        let data = graph.def(next);
+        match &data.op {
+            Op::UpdateSlice { .. } => terms.push(data),
+            Op::Binary(BinaryOp::Add) if next == value || users.single(next).is_some() => {
+                if next != value {
+                    sums.push(next);
+                }
+                // The last term first: most sums grow at their ends.
+                left.extend(&data.inputs);
             }
+            _ => return None,
         }
-        _ => return None,
     }
-    (leaves.len() <= MOST).then_some(())
+    Some((terms, sums))
 }
 
 /// The concatenation of `parts` with zeros between.
@@ -133,7 +137,7 @@ fn join(
     if at < ty.shape[axis] {
         operands.push(zeros(rewriter, ty, axis, ty.shape[axis] - at, p)?);
     }
-    rewriter.graph.add(Op::Concat { axis }, &operands, p)
+    concatenation(rewriter, axis, operands, p)
 }
 
 fn zeros(
@@ -148,4 +152,51 @@ fn zeros(
         shape: ty.shape.with(axis, extent),
     };
     rewriter.graph.full(0.0, &part, p)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use kiln_graph::testing::random_arguments;
+    use kiln_graph::{DType, Shape, interpret};
+
+    /// The gradient of `steps` slices of one tensor, every other of which is used: a sum that grows at its end,
+    /// of the last slice first, as Burn makes it.
+    fn gradient(steps: usize) -> Graph {
+        let (mut graph, p) = (Graph::new("gradient"), Provenance::default());
+        let ty = |extent: usize| TensorType::new(DType::F32, Shape::from(&[2, extent][..]));
+        let zeros = graph.full(0.0, &ty(2 * steps), &p).unwrap();
+        let mut sum = None;
+        for at in (0..steps).rev() {
+            let slice = graph.parameter(ty(1));
+            let op = Op::UpdateSlice {
+                starts: [0, 2 * at].as_slice().into(),
+                steps: [1, 1].as_slice().into(),
+            };
+            let own = graph.add(op, &[zeros, slice], &p).unwrap();
+            sum = Some(match sum {
+                None => own,
+                Some(sum) => graph.binary(BinaryOp::Add, sum, own, &p).unwrap(),
+            });
+        }
+        graph.output(sum.expect("there are steps"), None);
+        graph
+    }
+
+    #[test]
+    fn a_sum_of_any_number_of_slices_is_a_concatenation() {
+        for steps in [1, 2, 17, 500] {
+            let graph = gradient(steps);
+            let joined = slices(&graph).expect("well typed");
+            kiln_graph::verify::verify(&joined).expect("well formed");
+            let left = joined
+                .nodes()
+                .filter(|(_, data)| matches!(data.op, Op::UpdateSlice { .. } | Op::Binary(BinaryOp::Add)));
+            assert_eq!(left.count(), 0, "{steps} steps\n{joined}");
+            let (arguments, scalars) = random_arguments(&graph, 3);
+            let [expected, actual] =
+                [&graph, &joined].map(|graph| interpret(graph, &arguments, &scalars).unwrap());
+            assert_eq!(actual, expected);
+        }
+    }
 }
