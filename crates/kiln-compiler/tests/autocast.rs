@@ -901,3 +901,50 @@ fn formulas_of_gradients_are_as_exact_as_gradients() {
         assert!(error < limit, "{dtype}: {error}");
     }
 }
+
+/// Each roll joins two parts of the one before: the ways from the first to a reader are 2 to the power of 60.
+#[test]
+fn a_loop_of_rolls_is_looked_at_once() {
+    let (mut graph, p) = (
+        Graph::new("rolls"),
+        Provenance {
+            phase: Phase::Forward,
+            ..Provenance::default()
+        },
+    );
+    let [x, w, v] = [[8, 4], [4, 6], [6, 5]].map(|shape| graph.parameter(f32s(&shape)));
+    let dims = kiln_graph::op::DotDims {
+        a_batch: Dims::new(),
+        b_batch: Dims::new(),
+        a_contract: Dims::from_slice(&[1]),
+        b_contract: Dims::from_slice(&[0]),
+        result: None,
+    };
+    let product = |graph: &mut Graph, a, b| graph.add(Op::DotGeneral(dims.clone()), &[a, b], &p).unwrap();
+    let y = product(&mut graph, x, w);
+    let (mut rolled, mut sum) = (y, y);
+    for _ in 0..60 {
+        let [last, first] = [(5, 6), (0, 5)].map(|(start, limit)| {
+            let op = Op::Slice {
+                starts: Dims::from_slice(&[0, start]),
+                limits: Dims::from_slice(&[8, limit]),
+                steps: Dims::from_slice(&[1, 1]),
+            };
+            graph.add(op, &[rolled], &p).unwrap()
+        });
+        rolled = graph.add(Op::Concat { axis: 1 }, &[last, first], &p).unwrap();
+        let both = graph.binary(BinaryOp::Mul, y, rolled, &p).unwrap();
+        sum = graph.binary(BinaryOp::Add, sum, both, &p).unwrap();
+    }
+    let out = product(&mut graph, sum, v);
+    graph.output(out, None);
+    let (cast, _) = autocast(&graph, DType::BF16, &POLICY).unwrap();
+    verify::verify(&cast).unwrap();
+    let (tensors, scalars) = random_arguments(&graph, 1);
+    let [exact, rounded] = [&graph, &cast].map(|graph| interpret(graph, &tensors, &scalars).unwrap());
+    let norm = |of: &dyn Fn(f64, f64) -> f64| {
+        let pairs = exact[0].to_f64s().into_iter().zip(rounded[0].to_f64s());
+        pairs.map(|(a, b)| of(a, b).powi(2)).sum::<f64>().sqrt()
+    };
+    assert!(norm(&|a, b| a - b) < TYPES[0].1 * norm(&|a, _| a));
+}

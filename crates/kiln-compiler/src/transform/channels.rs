@@ -57,6 +57,7 @@ pub fn channels(graph: &Graph, policy: &Policy, autocast: Option<DType>) -> Resu
         policy,
         autocast,
         by_channel: FxHashMap::default(),
+        depth: 0,
         sums: FxHashMap::default(),
         around: FxHashMap::default(),
     };
@@ -72,6 +73,8 @@ struct Channels<'a> {
     autocast: Option<DType>,
     /// The results of [`Channels::by_channel`], by value and axis.
     by_channel: FxHashMap<(Value, usize), Option<Value>>,
+    /// Operations between the value that was asked for and the one that is looked at.
+    depth: usize,
     /// Sums of products over all but axis 1, by their factors, of which there is at least one: its shape is
     /// the image's.
     sums: FxHashMap<SmallVec<[Value; 2]>, Value>,
@@ -102,6 +105,10 @@ enum Factor {
     Over(Value),
     Constant(f64),
 }
+
+/// Most operations between an image and the lists of channels that it is made of. What has more is made of
+/// something else, and thousands of them one behind the other are more than a stack holds.
+const DEEPEST: usize = 64;
 
 /// Elements of a channel whose mean its variance is computed around, if it has as many.
 const SAMPLES: usize = 16;
@@ -191,7 +198,13 @@ impl Channels<'_> {
         if let Some(&known) = self.by_channel.get(&(value, axis)) {
             return Ok(known);
         }
-        let found = self.find_by_channel(value, axis, p)?;
+        if self.depth == DEEPEST {
+            return Ok(None);
+        }
+        self.depth += 1;
+        let found = self.find_by_channel(value, axis, p);
+        self.depth -= 1;
+        let found = found?;
         self.by_channel.insert((value, axis), found);
         Ok(found)
     }
@@ -665,6 +678,22 @@ mod tests {
         epilogue_types: &[DType::BF16],
         ..POLICY
     };
+
+    /// Thousands of operations on matrices, one behind the other, and an image that is one of them reshaped.
+    #[test]
+    fn a_long_chain_of_operations_takes_little_stack() {
+        let (mut graph, p) = (Graph::new("chain"), Provenance::default());
+        let ty = kiln_graph::TensorType::new(DType::F32, Shape::from(&[4, 3][..]));
+        let mut x = graph.parameter(ty);
+        for _ in 0..20_000 {
+            x = graph.unary(UnaryOp::Sin, x, &p).unwrap();
+        }
+        let image = graph.reshape(x, Shape::from(&[1, 4, 3][..]), &p).unwrap();
+        let image = graph.unary(UnaryOp::Sin, image, &p).unwrap();
+        graph.output(image, None);
+        let same = channels(&graph, &POLICY, None).unwrap();
+        assert_eq!(same.num_nodes(), graph.num_nodes());
+    }
 
     /// Mean and variance of each channel of a convolution.
     fn statistics(attributes: &str, plane: usize) -> Graph {

@@ -3,6 +3,7 @@
 use cranelift_entity::SecondaryMap;
 use kiln_graph::op::{BinaryOp, Op, UnaryOp};
 use kiln_graph::{DType, Graph, Node, NodeData, Phase, Users, Value};
+use rustc_hash::FxHashSet;
 
 use super::factors::factors;
 use super::report::Reason;
@@ -288,6 +289,10 @@ impl<'a> Facts<'a> {
 
     /// Collects the readers of `value`, itself or moved.
     fn readers(&self, value: Value, readers: &mut Readers) {
+        // A roll joins two parts of one value: the ways to a reader double with each.
+        if !readers.seen.insert(value) {
+            return;
+        }
         readers.is_output |= self.users.outputs(value) > 0;
         for &user in self.users.of(value) {
             let data = self.graph.node(user);
@@ -421,6 +426,8 @@ const MOST_READERS: usize = 32;
 /// The readers of a value.
 #[derive(Default)]
 struct Readers {
+    /// The value and what it is moved to, as far as their readers were looked for.
+    seen: FxHashSet<Value>,
     /// Each reader, and the value that it reads.
     list: Vec<(Node, Value)>,
     /// Whether the value leaves the step.

@@ -8,6 +8,7 @@ use cranelift_entity::SecondaryMap;
 use cranelift_entity::packed_option::PackedOption;
 use kiln_graph::op::Op;
 use kiln_graph::{DType, Graph, Node, NodeData, Phase, Provenance, Rewriter, TypeError, Value};
+use rustc_hash::FxHashSet;
 use smallvec::SmallVec;
 
 use super::facts::{Facts, is_library, is_narrow_operand};
@@ -253,9 +254,18 @@ impl<'a> Rewrite<'a> {
 
     /// Whether `value` or what it is moved from exists unrounded.
     fn is_known_exactly(&self, value: Value) -> bool {
-        let data = self.old.def(value);
-        self.exact[value].is_some()
-            || data.op.is_movement() && data.inputs.iter().all(|&operand| self.is_known_exactly(operand))
+        let (mut left, mut seen) = (vec![value], FxHashSet::default());
+        while let Some(value) = left.pop() {
+            let data = self.old.def(value);
+            if self.exact[value].is_some() || !seen.insert(value) {
+                continue;
+            }
+            if !data.op.is_movement() {
+                return false;
+            }
+            left.extend(&data.inputs);
+        }
+        true
     }
 
     /// The widened value of `value`, which is settled on 16 bits.
