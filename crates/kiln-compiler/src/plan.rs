@@ -31,7 +31,7 @@ use rustc_hash::FxHashMap;
 use kiln_graph::{Graph, Op, Value};
 
 use crate::policy::Policy;
-use crate::schedule::{Buffer, Schedule};
+use crate::schedule::{Buffer, KernelKind, Schedule};
 
 /// Where a buffer lives.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -159,7 +159,10 @@ fn at_the_caller(graph: &Graph, schedule: &Schedule, lifetimes: &FxHashMap<Buffe
         plan.places.entry(buffer).or_insert(Place::Output(number));
         if let Some(argument) = output.alias
             && may_alias(graph, schedule, lifetimes, buffer, argument)
-            && looked.is_none_or(|looked| lifetimes.get(&buffer).is_some_and(|own| own.first > looked))
+            && looked.is_none_or(|looked| {
+                lifetimes.get(&buffer).is_some_and(|own| own.first > looked)
+                    && !is_of_contraction(graph, schedule, buffer)
+            })
         {
             plan.aliases[number as usize] = Some(argument);
         }
@@ -241,6 +244,18 @@ fn most_alive(items: &[(Option<Buffer>, Lifetime)], kernels: usize) -> usize {
         most = most.max(alive);
     }
     most as usize
+}
+
+/// Whether a contraction writes `buffer`: a library that computes it does not look whether a check has
+/// stopped the step, so that what it writes must not be an argument.
+fn is_of_contraction(graph: &Graph, schedule: &Schedule, buffer: Buffer) -> bool {
+    schedule.kernels.iter().any(|kernel| match kernel.kind {
+        KernelKind::Library(node) | KernelKind::Contraction(node, _) => {
+            let op = &graph.node(node).op;
+            kernel.writes.contains(&buffer) && op.is_contraction()
+        }
+        _ => false,
+    })
 }
 
 /// Whether the kernel that writes `buffer` may write into the memory of `argument`.
