@@ -387,6 +387,18 @@ fn rows_and_matrices_may_lie_apart_and_be_shared() {
     println!("{}", shown.join("\n"));
 }
 
+/// No device has the memory for its operands.
+#[test]
+fn a_product_that_cannot_be_tried_is_the_first_proposal() {
+    let Some(gpu) = common::gpu() else { return };
+    let multiplier = gpu.multiplier();
+    let product = Product::dense(1 << 24, 64, 1 << 16, Number::F32);
+    let choice = multiplier.search(&gpu.stream, &product, SearchLimits::default());
+    let choice = choice.unwrap();
+    assert_eq!((choice.timed, choice.microseconds), (0, 0.0));
+    multiplier.prepare(&product, &choice).unwrap();
+}
+
 #[test]
 fn what_does_not_fit_is_refused() {
     let Some(gpu) = common::gpu() else { return };

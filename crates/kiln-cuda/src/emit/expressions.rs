@@ -140,7 +140,7 @@ pub fn joiner(op: ReduceOp) -> &'static str {
 pub fn combine(op: ReduceOp, dtype: DType, a: &str, b: &str) -> String {
     match op {
         ReduceOp::Sum if dtype.is_float() => format!("{a} + {b}"),
-        ReduceOp::Prod if dtype.is_float() => format!("{a} * {b}"),
+        ReduceOp::Prod if dtype.is_float() => product(dtype, a, b),
         op => format!("{}::join({a}, {b})", joiner(op)),
     }
 }
@@ -177,6 +177,17 @@ pub fn near(op: UnaryOp, dtype: DType, x: &str) -> String {
     }
 }
 
+/// `a * b` of floats, rounded. The compiler joins a plain product with a sum behind it, which rounds once: two
+/// kernels that compute one value would disagree about it, `x * x - y * y` of equal numbers would not be 0, and
+/// `(x * 20 - 10).floor()` not what the program says.
+fn product(dtype: DType, a: &str, b: &str) -> String {
+    let function = match dtype.compute() {
+        DType::F32 => "__fmul_rn",
+        _ => "__dmul_rn",
+    };
+    format!("{function}({a}, {b})")
+}
+
 /// The literal of the exponent of an inverse root.
 const INVERSE_ROOT: &str = "(-0.5f)";
 
@@ -187,7 +198,6 @@ pub fn binary(op: BinaryOp, dtype: DType, a: &str, b: &str) -> String {
     let infix = match op {
         BinaryOp::Add if float => "+",
         BinaryOp::Sub if float => "-",
-        BinaryOp::Mul if float => "*",
         BinaryOp::Div if float => "/",
         BinaryOp::And => "&",
         BinaryOp::Or => "|",
@@ -196,6 +206,7 @@ pub fn binary(op: BinaryOp, dtype: DType, a: &str, b: &str) -> String {
     };
     match op {
         _ if !infix.is_empty() => format!("{a} {infix} {b}"),
+        BinaryOp::Mul if float => product(dtype, a, b),
         // What normalisations of variances ask for; the general power takes five times as long.
         BinaryOp::Pow if single && b == INVERSE_ROOT => format!("kiln_inverse_root({a})"),
         BinaryOp::Max => format!("kiln_larger({a}, {b})"),

@@ -328,7 +328,10 @@ impl Gpu {
                     ..SearchLimits::default()
                 };
                 let found = multiplier.search(&self.stream, product, limits)?;
-                if let Ok(bytes) = serde_json::to_vec(&found) {
+                // Later, or for another process, there may be memory to try them on.
+                if found.timed > 0
+                    && let Ok(bytes) = serde_json::to_vec(&found)
+                {
                     self.store.put(&key, &bytes, "choice of an algorithm", "");
                 }
                 found

@@ -47,7 +47,7 @@ pub struct Choice {
     pub algorithm: [u64; 8],
     /// Bytes of working memory.
     pub workspace_bytes: u64,
-    /// Time of one run, in microseconds.
+    /// Time of one run, in microseconds; 0 if none was timed.
     pub microseconds: f32,
     /// The same of the library's first proposal.
     pub first_microseconds: f32,
@@ -60,13 +60,25 @@ pub struct Choice {
 impl Multiplier {
     /// Times the library's algorithms for `product` and returns the fastest.
     ///
+    /// Where there is no memory for operands to try them on, it is the one that the library proposes first,
+    /// with a warning.
+    ///
     /// # Errors
-    /// [`CudaError::Product`] if the library has none, [`CudaError::OutOfMemory`] for operands to try them
-    /// on, [`CudaError::Lost`].
+    /// [`CudaError::Product`] if the library has none, [`CudaError::Lost`].
     pub fn search(&self, stream: &Stream, product: &Product, limits: SearchLimits) -> Result<Choice> {
         let candidates = self.candidates(product, limits)?;
         let workspace = candidates.iter().map(|candidate| candidate.workspace_bytes);
-        let trial = Trial::new(stream, product, workspace.max().unwrap_or(0))?;
+        let trial = match Trial::new(stream, product, workspace.max().unwrap_or(0)) {
+            Ok(trial) => trial,
+            Err(error @ CudaError::OutOfMemory { .. }) => {
+                kiln_log::warn!(
+                    target: "kiln", %product, %error,
+                    "no memory to try the library's algorithms on: the first that it proposes is taken"
+                );
+                return Ok(self.choice(&candidates[0], [0.0; 2], 0));
+            }
+            Err(error) => return Err(error),
+        };
         let mut timed: Vec<((&HeuristicResult, PreparedProduct<'_>), f32)> = Vec::new();
         let mut least: Option<f32> = None;
         let mut refused = None;
@@ -90,16 +102,21 @@ impl Multiplier {
         let best = fastest(stream, limits.runs, &mut timed, run)?;
         let best = best.ok_or_else(|| refused.unwrap_or_else(|| no_algorithm(product)))?;
         let ((candidate, _), microseconds) = &timed[best];
-        let best = Choice {
-            algorithm: candidate.algorithm.0,
-            workspace_bytes: candidate.workspace_bytes as u64,
-            microseconds: *microseconds,
-            first_microseconds: timed[0].1,
-            timed: timed.len(),
-            library: self.version().to_owned(),
-        };
+        let best = self.choice(candidate, [*microseconds, timed[0].1], timed.len());
         tracing::debug!(%product, ?best, "an algorithm was chosen");
         Ok(best)
+    }
+
+    /// The choice of `result`, of so many that were timed, with its own time and that of the first.
+    fn choice(&self, result: &HeuristicResult, [own, first]: [f32; 2], timed: usize) -> Choice {
+        Choice {
+            algorithm: result.algorithm.0,
+            workspace_bytes: result.workspace_bytes as u64,
+            microseconds: own,
+            first_microseconds: first,
+            timed,
+            library: self.version().to_owned(),
+        }
     }
 
     /// The heuristic's proposals, best first. For most products it names at most eight algorithms however

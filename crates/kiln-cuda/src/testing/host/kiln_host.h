@@ -352,6 +352,9 @@ template <class To, class From> inline To kiln_bits_as(From from)
     return to;
 }
 
+// Products that no sum is joined with. Host code is built without such joins.
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline double __dmul_rn(double a, double b) { return a * b; }
 inline float __uint_as_float(unsigned x) { return kiln_bits_as<float>(x); }
 inline float __int_as_float(int x) { return kiln_bits_as<float>(x); }
 inline unsigned __float_as_uint(float x) { return kiln_bits_as<unsigned>(x); }
