@@ -22,7 +22,8 @@ pub enum CpuError {
 
     /// A C compiler could not be tried, which says nothing of the compiler.
     #[error(
-        "{compiler} could not be tried in {}: {reason}; make room there, or set TMPDIR to a folder with room", folder.display()
+        "{compiler} could not be tried in {}: {reason}; make room there, or set TMPDIR to a folder with \
+         room from which programs can be loaded (not mounted with noexec)", folder.display()
     )]
     Untried {
         /// The compiler command.

@@ -262,6 +262,8 @@ impl Toolchain {
         // for themselves.
         if cfg!(target_os = "linux") {
             link.push("-Wl,-z,defs".to_owned());
+            // An exported step starts threads, and glibc has them in a library of their own before 2.34.
+            link.push("-lpthread".to_owned());
         }
         Commands {
             compile: compile.collect(),

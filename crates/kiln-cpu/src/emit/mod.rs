@@ -192,6 +192,11 @@ pub fn generate(
 }
 
 /// Operands and results of an operation, as arguments.
+/// `text` as a part of a comment in C, which it does not end.
+pub(crate) fn in_comment(text: &str) -> String {
+    text.replace("*/", "* /")
+}
+
 fn operands(graph: &Graph, node: Node) -> Vec<Argument> {
     let data = graph.node(node);
     let all = data.inputs.iter().chain(&data.outputs);

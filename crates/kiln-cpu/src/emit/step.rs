@@ -12,7 +12,7 @@ use kiln_graph::{Graph, Op};
 
 use super::nest::{Argument, Launch};
 use super::tree::{FileGroup, Functions};
-use super::{Call, KernelCode, guards::guards, own};
+use super::{Call, KernelCode, guards::guards, in_comment, own};
 use crate::build::SourceFile;
 use crate::isa::Isa;
 use crate::policy::{FLAT_GRAIN, SERIAL_POINTS};
@@ -250,7 +250,7 @@ fn comment(graph: &Graph, kernel: &Kernel, plan: &Plan, report: &KernelReport, b
 fn wrap(text: &str) -> String {
     let mut out = String::new();
     let mut length = 0;
-    for word in text.replace("*/", "* /").split(' ') {
+    for word in in_comment(text).split(' ') {
         if length + word.len() > 104 {
             out.push_str("\n     *   ");
             length = 4;
@@ -273,7 +273,7 @@ fn step_file(graph: &Graph, plan: &Plan, prototypes: &[String], body: &str) -> S
     );
     let mut step = format!(
         "/* The step `{}`: its kernels, in the order in which they run. */\n",
-        graph.name
+        in_comment(&graph.name)
     );
     // The entry is a long list of calls: the compiler has nothing to optimise there, and would spend much
     // time on it.

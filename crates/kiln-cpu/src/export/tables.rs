@@ -5,6 +5,7 @@ use std::fmt::Write as _;
 use kiln_graph::{DType, TensorType};
 
 use super::{ArgumentSource, ExportedStep, NamedTensor, NumberSource, ResultSource, safetensors_name};
+use crate::emit::in_comment;
 use crate::target::CpuStep;
 
 /// A file under construction. Every array has one element more than it needs: C has no empty ones.
@@ -29,7 +30,7 @@ impl Tables {
 pub(super) fn text(step: &ExportedStep<'_>, compiled: &CpuStep, threads: usize) -> String {
     let mut tables = Tables(format!(
         "/* What session.c must know of the step `{}`. */\n",
-        step.graph.name
+        in_comment(&step.graph.name)
     ));
     tables.define("STATES", step.states.len());
     tables.define("ARGUMENTS", step.arguments.len());

@@ -148,11 +148,16 @@ unsafe fn write_zeros(start: NonNull<u8>, bytes: usize) {
     std::thread::scope(|scope| {
         for first in (part..bytes).step_by(part) {
             let start = Shared(start);
-            scope.spawn(move || {
+            let write = move || {
                 let Shared(start) = { start };
-                // SAFETY: this thread's own part of the bytes that are valid by this function's contract.
+                // SAFETY: one part of the bytes that are valid by this function's contract, which is written
+                // once.
                 unsafe { start.add(first).write_bytes(0, part.min(bytes - first)) };
-            });
+            };
+            // Where the system gives no more threads, this one writes all.
+            if std::thread::Builder::new().spawn_scoped(scope, write).is_err() {
+                write();
+            }
         }
         // SAFETY: the first part; the other threads write the rest.
         unsafe { start.write_bytes(0, part.min(bytes)) };

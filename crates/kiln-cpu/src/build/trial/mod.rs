@@ -120,7 +120,8 @@ fn trial(toolchain: &Toolchain) -> Result<(), Distrust> {
 /// Why a compiler is not trusted that the trial failed with.
 fn refused(toolchain: &Toolchain, error: &StepError) -> Distrust {
     let is_of_machine = match error {
-        StepError::Cpu(CpuError::Io { .. } | CpuError::OutOfMemory { .. }) => true,
+        // An object that cannot be loaded: from a folder mounted with noexec, most often.
+        StepError::Cpu(CpuError::Io { .. } | CpuError::OutOfMemory { .. } | CpuError::Load { .. }) => true,
         StepError::Cpu(CpuError::Compile { stderr, status, .. }) => is_of_machine(stderr, status),
         _ => false,
     };
@@ -141,10 +142,14 @@ fn untried(toolchain: &Toolchain, reason: String) -> Distrust {
 /// Whether a compiler that printed `stderr` and ended with `status` found no room, or was ended by a signal:
 /// it, or the program of it that compiles.
 fn is_of_machine(stderr: &str, status: &str) -> bool {
-    status.starts_with("signal:")
-        || ["No space left on device", "Killed signal"]
-            .iter()
-            .any(|it| stderr.contains(it))
+    const FAULTS: [&str; 5] = [
+        "No space left on device",
+        "Disk quota exceeded",
+        "Cannot allocate memory",
+        "Resource temporarily unavailable",
+        "Killed signal",
+    ];
+    status.starts_with("signal:") || FAULTS.iter().any(|it| stderr.contains(it))
 }
 
 /// The message of `error`; of a compiler's output only the first complaint.

@@ -1,6 +1,8 @@
 //! Tiles of AMX, tried in a process of their own: where CPU, hypervisor and operating system disagree about
 //! them, an instruction ends the process.
 
+use std::process::ExitStatus;
+
 use super::{Distrust, is_of_machine, untried};
 use crate::build::Toolchain;
 use crate::build::toolchain::process;
@@ -36,13 +38,35 @@ pub(super) fn check(toolchain: &Toolchain) -> Result<(), Distrust> {
         });
     }
     let status = process(&program).status().map_err(failed)?;
-    match status.code() {
-        Some(0) => Ok(()),
-        _ => Err(Distrust::Wrong {
-            function: "product of tiles".to_owned(),
-            found: format!("the program that tries them ended with {status}"),
-        }),
+    verdict(status, untried)
+}
+
+/// What the end of the program says: nothing where somebody else ended it.
+fn verdict(status: ExitStatus, untried: impl FnOnce(String) -> Distrust) -> Result<(), Distrust> {
+    let ended = format!("the program that tries them ended with {status}");
+    if status.success() {
+        return Ok(());
     }
+    if is_of_others(status) {
+        return Err(untried(ended));
+    }
+    Err(Distrust::Wrong {
+        function: "product of tiles".to_owned(),
+        found: ended,
+    })
+}
+
+/// Whether a user, or a system without memory, ended the process.
+#[cfg(unix)]
+fn is_of_others(status: ExitStatus) -> bool {
+    use std::os::unix::process::ExitStatusExt;
+    let signals = [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP];
+    status.signal().is_some_and(|signal| signals.contains(&signal))
+}
+
+#[cfg(not(unix))]
+fn is_of_others(_status: ExitStatus) -> bool {
+    false
 }
 
 #[cfg(test)]
@@ -56,6 +80,23 @@ mod tests {
         let toolchain = Toolchain::detect().unwrap();
         if toolchain.isa().has_bf16_pairs() {
             check(&toolchain).unwrap();
+        }
+    }
+
+    /// Memory that ran out, or a user, says nothing about tiles.
+    #[test]
+    #[cfg(unix)]
+    fn a_program_that_somebody_ended_says_nothing() {
+        use std::os::unix::process::ExitStatusExt;
+        let toolchain = Toolchain::detect().unwrap();
+        let verdict =
+            |status: i32| verdict(ExitStatus::from_raw(status), |reason| untried(&toolchain, reason));
+        verdict(0).unwrap();
+        for status in [libc::SIGKILL, libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+            assert!(matches!(verdict(status), Err(Distrust::Untried(_))), "{status}");
+        }
+        for status in [libc::SIGILL, libc::SIGSEGV, 1 << 8] {
+            assert!(matches!(verdict(status), Err(Distrust::Wrong { .. })), "{status}");
         }
     }
 

@@ -171,7 +171,7 @@ impl Blocks {
         let mut fill = String::new();
         if self.slab {
             own = format!(
-                "    {real} *slab = ({real} *)(args->workspace + {workspace} + thread * {each});\n    const {real} \
+                "    {real} *slab = ({real} *)(args->workspace + {workspace} + thread * (int64_t){each});\n    const {real} \
                  *line_rows[{}];\n",
                 self.size
             );
@@ -181,7 +181,7 @@ impl Blocks {
         }
         if self.planes {
             own.push_str(&format!(
-                "    {real} *result = ({real} *)(args->workspace + {} + thread * {each});\n",
+                "    {real} *result = ({real} *)(args->workspace + {} + thread * (int64_t){each});\n",
                 workspace + self.slab_bytes(padded, lanes)
             ));
         }

@@ -310,7 +310,7 @@ impl Emitter<'_> {
         );
         let body = format!(
             "static const int64_t moves[] = {{{}}};\nconst bf16_pair *weights = (const bf16_pair *)(args->workspace + {}), *pixels = (const bf16_pair *)args->workspace;\nfloat *sums = (float *)(args->workspace + {} + thread * \
-             {});\n{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t from = unit * {group}, some = {all} - from < {group} ? {all} - from : {group};\n{}    for (int64_t r = 0; r < some * \
+             (int64_t){});\n{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t from = unit * {group}, some = {all} - from < {group} ? {all} - from : {group};\n{}    for (int64_t r = 0; r < some * \
              {PIXELS}; r++) {{\n        const int64_t tile = from + r / {PIXELS}, image = tile / {panels}, p = tile % {panels} * {PIXELS} + r % {PIXELS};\n        const int64_t x = p % \
              {padded_width}, y = p / {padded_width} % {padded_height}, z = p / {};\n        if (x >= {width} || y >= {height} || z >= {depth}) continue;\n        for (int64_t c = 0; c < {columns}; c += {EXTENT}) {{\n            const vf sum = vf_load(sums + r * {pitch} + c);\n{}        }}\n    }}\n}}\n{}",
             moves.join(", "),

@@ -242,7 +242,7 @@ impl<'a> Emitter<'a> {
             "Slices of the images, each done by one thread in memory of its own.",
             "slices",
             &format!(
-                "struct {name}_args own = *args;\nown.workspace = args->workspace + thread * {};\nfor (int64_t slice = begin; slice < end; slice++) {{\n    const int64_t first_image = slice * {slice}, last_image = first_image + {slice} < {all} ? \
+                "struct {name}_args own = *args;\nown.workspace = args->workspace + thread * (int64_t){};\nfor (int64_t slice = begin; slice < end; slice++) {{\n    const int64_t first_image = slice * {slice}, last_image = first_image + {slice} < {all} ? \
                  first_image + {slice} : {all};\n    own.sums = (float *)(args->workspace + {} + slice * {});\n{}}}\n",
                 self.own,
                 self.sums,

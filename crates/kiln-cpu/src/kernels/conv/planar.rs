@@ -146,7 +146,7 @@ pub(super) fn correlate(spec: &ConvSpec<'_>, direction: Direction, isa: Isa) -> 
     };
     let pixels = height * width;
     let body = format!(
-        "float *slab = (float *)(args->workspace + thread * {each}), *result = (float *)(args->workspace + thread * {each} + {result_at});\nfor \
+        "float *slab = (float *)(args->workspace + thread * (int64_t){each}), *result = (float *)(args->workspace + thread * (int64_t){each} + {result_at});\nfor \
          (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t image = unit / {channels}, j = unit % {channels};\n    \
          {name}_fill(args, image, j, slab);\n{}    for (int64_t y = 0; y < {height}; y++) {{\n        const float *at = slab + y * {};\n        /* What \
          a vector writes past the end of its row, the next row overwrites. */\n        for (int64_t x = 0; x < {width}; x += {lanes}) {{\n            \
@@ -244,7 +244,7 @@ pub(super) fn weight_gradient(spec: &WeightGradSpec<'_>, isa: Isa) -> Option<Ker
     let vector = indent(&consume(Width::Vector, "(from + i)", "sum"), 8);
     let scalar = indent(&consume(Width::Scalar, "(from + i)", "sum"), 8);
     let body = format!(
-        "float *slab = (float *)(args->workspace + thread * {each}), *grad = (float *)(args->workspace + thread * {each} + {y_at});\nfor (int64_t channel \
+        "float *slab = (float *)(args->workspace + thread * (int64_t){each}), *grad = (float *)(args->workspace + thread * (int64_t){each} + {y_at});\nfor (int64_t channel \
          = begin; channel < end; channel++) {{\n    float row[{taps}];\n{}    for (int64_t image = 0; image < {}; image++) {{\n        {name}_fill_input(args, image, \
          channel, slab);\n        {name}_fill_output(args, image, channel, grad);\n{}    }}\n{}    const int64_t from = channel * {taps};\n    int64_t i = 0;\n    for (; i \
          + {lanes} <= {taps}; i += {lanes}) {{\n        vf sum = vf_load(row + i);\n{vector}    }}\n    for (; i < {taps}; i++) {{\n        float sum = \

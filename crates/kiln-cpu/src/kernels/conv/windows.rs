@@ -248,7 +248,7 @@ impl Emitter<'_> {
         );
         let body = format!(
             "static const int64_t rows[] = {{{}}};\nstatic const int64_t none[1] = {{0}};\nconst bf16_pair *weights = (const bf16_pair *)(args->workspace + {});\nconst uint16_t *padded = (const uint16_t *)args->workspace;\nbf16_pair *windows = (bf16_pair \
-             *)(args->workspace + {} + thread * {});\nfloat *sums = (float *)(windows + {});\n{}{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t from = unit * {}, stop = from + {} < {all} ? from + {} : {all}, some \
+             *)(args->workspace + {} + thread * (int64_t){});\nfloat *sums = (float *)(windows + {});\n{}{}for (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t from = unit * {}, stop = from + {} < {all} ? from + {} : {all}, some \
              = (stop - from + {}) / {PIXELS};\n    {{\n        {}        for (int64_t p = from; p < stop; p++) {{\n            const uint16_t *window = padded + ((image * {} + z * {}) * {width} + y * {} + x * {sx}) * {channels};\n            \
              bf16_pair *to = windows + (p - from) * {window};\n            for (int64_t row = 0; row < {}; row++, to += {}) {{\n                const bf16_pair *of = (const bf16_pair *)(window + rows[row]);\n                for (int64_t s = 0; s < \
              {before}; s++) vu_store(to + s * {EXTENT}, vu_load(of + s * {EXTENT}));\n                vu_store(to + {before} * {EXTENT}, vu_load(of + {before} * {EXTENT}) & keep);\n            }}\n            {}        }}\n    }}\n{}    \

@@ -161,7 +161,7 @@ impl<'a> Emitter<'a> {
         let copy = copy_pixel(&self.spec.output_grad, outputs);
         let panel = some / 2 * EXTENT;
         let body = format!(
-            "static const int64_t rows[] = {{{}}};\nconst uint16_t *padded = (const uint16_t *)args->workspace;\nbf16_pair *windows = (bf16_pair *)(args->workspace + {} + thread * {});\nuint16_t *gradients = (uint16_t *)((char *)windows + \
+            "static const int64_t rows[] = {{{}}};\nconst uint16_t *padded = (const uint16_t *)args->workspace;\nbf16_pair *windows = (bf16_pair *)(args->workspace + {} + thread * (int64_t){});\nuint16_t *gradients = (uint16_t *)((char *)windows + \
              {});\nbf16_pair *turned = (bf16_pair *)((char *)gradients + {});\n{}for (int64_t slice = begin; slice < end; slice++) {{\n    const int64_t slice_begin = slice * {}, slice_end = slice_begin + {} < {pixels} ? slice_begin + {} : {pixels};\n    float *sums = (float *)(args->workspace \
              + {}) + slice * {};\n    {}    for (int64_t from = slice_begin; from < slice_end; from += {some}) {{\n        const int64_t stop = from + {some} < slice_end ? from + {some} : slice_end, blocks = (stop - from + {}) / {BLOCK};\n        const uint16_t *window[2] = {{padded, \
              padded}};\n        for (int64_t p = 0; p < blocks * {BLOCK}; p++) {{\n            uint16_t *to = gradients + p * {outputs};\n            if (from + p < stop) {{\n                window[p % 2] = padded + ((image * {} + z * {}) * {width} + y * {} + x * {sx}) * \

@@ -24,7 +24,7 @@ impl Emitter<'_> {
         let each = plan.padded_rows(spec.m) * ldc;
         let [before, after] = amx::around(plan.tiles()).map(|statement| indent(statement, 4));
         let own = format!(
-            "args->workspace + {} + thread * {}",
+            "args->workspace + {} + thread * (int64_t){}",
             workspace.streamed, workspace.streamed_each
         );
         let partial = format!("({real} *)(args->workspace + {})", workspace.partial);

@@ -340,7 +340,7 @@ impl Emitter<'_> {
         if plan.parallel == Parallel::Batch {
             return format!(
                 "static void {name}_batch(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct {name}_args args \
-                 = *(const struct {name}_args *)ctx;\n    args.workspace += thread * {};\n    for (int64_t batch = begin; \
+                 = *(const struct {name}_args *)ctx;\n    args.workspace += thread * (int64_t){};\n    for (int64_t batch = begin; \
                  batch < end; batch++) {{\n        args.batch = batch;\n{}    }}\n}}\n{head} {{\n    struct {name}_args args = \
                  {{{initial}}};\n    rt->parallel_for(rt->pool, {batch}, 1, {name}_batch, &args);\n}}\n",
                 workspace.each,

@@ -183,7 +183,7 @@ impl<'a> Emitter<'a> {
     /// where threads share panels.
     fn own(&self, offset: usize, each: usize) -> String {
         match self.plan.parallel {
-            Parallel::Panels if each > 0 => format!("args->workspace + {offset} + thread * {each}"),
+            Parallel::Panels if each > 0 => format!("args->workspace + {offset} + thread * (int64_t){each}"),
             _ => format!("args->workspace + {offset}"),
         }
     }

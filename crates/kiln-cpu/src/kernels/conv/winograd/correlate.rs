@@ -88,7 +88,7 @@ impl Emitter<'_> {
             source.push_str(&self.results());
             source.push_str(&format!(
                 "/* Blocks of tiles, through all stages. */\nstatic void {name}_blocks(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct \
-                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * {};\n    for (int64_t block = begin; block < end; block++) \
+                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * (int64_t){};\n    for (int64_t block = begin; block < end; block++) \
                  {{\n{}        {name}_tiles(&own, 0, own.count, thread);\n        {name}_products(&own, 0, {}, thread);\n        \
                  {name}_results(&own, 0, own.count, thread);\n    }}\n}}\n",
                 cut.bytes(),
@@ -146,7 +146,7 @@ impl Emitter<'_> {
         let (summed, chunk, width) = (self.sides.channels, self.chunk(), panels.width);
         let calls = self.row_calls(width, width, "some", "from > 0", helpers);
         let body = format!(
-            "float *weights = (float *)(args->own + {} + thread * {}), *products = weights + {};\nfor (int64_t panel = begin; panel < end; panel++) {{\n    const \
+            "float *weights = (float *)(args->own + {} + thread * (int64_t){}), *products = weights + {};\nfor (int64_t panel = begin; panel < end; panel++) {{\n    const \
              int64_t col = panel * {width};\n    for (int64_t from = 0; from < {summed}; from += {chunk}) {{\n        const int64_t some = {summed} - from < \
              {chunk} ? {summed} - from : {chunk};\n        for (int64_t c = 0; c < some; c += {lanes})\n            for (int64_t k = 0; k < {width}; k += {lanes}) \
              {name}_turn(args, from + c, col + k, weights + c * {width} + k, {width});\n        for (int64_t element = 0; element < {}; element++) {{\n            const \

@@ -78,7 +78,7 @@ impl Emitter<'_> {
             // Which blocks a sum takes does not depend on the number of threads.
             source.push_str(&format!(
                 "/* Sums over some blocks of tiles each. */\nstatic void {name}_chunks(void *ctx, int64_t begin, int64_t end, int thread) {{\n    struct \
-                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * {};\n    for (int64_t chunk = begin; chunk < end; chunk++) {{\n        \
+                 {name}_args own = *(const struct {name}_args *)ctx;\n    own.own += thread * (int64_t){};\n    for (int64_t chunk = begin; chunk < end; chunk++) {{\n        \
                  own.workspace = ((const struct {name}_args *)ctx)->workspace + chunk * {};\n        own.fresh = 1;\n        for (int64_t block = chunk * {blocks} / \
                  {chunks}; block < (chunk + 1) * {blocks} / {chunks}; block++) {{\n{}            {name}_tiles(&own, 0, own.count, thread);\n            \
                  {name}_products(&own, 0, {units}, thread);\n            own.fresh = 0;\n        }}\n    }}\n}}\n",
@@ -126,7 +126,7 @@ impl Emitter<'_> {
         let mut helpers = BTreeSet::new();
         let calls = self.row_calls(some, width, width, "0", &mut helpers);
         let body = format!(
-            "float *sums = (float *)(args->own + {own_at} + thread * {each});\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t col = unit / \
+            "float *sums = (float *)(args->own + {own_at} + thread * (int64_t){each});\nfor (int64_t unit = begin; unit < end; unit++) {{\n    const int64_t col = unit / \
              {groups} * {width}, low = unit % {groups} * {some};\n    for (int64_t element = 0; element < {elements}; element++) {{\n        const float *tile_a = (const \
              float *)(args->own + {}) + element * {} + low;\n        const float *tile_b = (const float *)args->own + element * {} + col;\n        float *target = sums \
              + element * {sums};\n        int64_t row = 0;\n{}    }}\n    for (int64_t o = low; o < low + {some}; o++)\n        for (int64_t c = col; c < col + {width}; \
