@@ -138,12 +138,43 @@ fn assert_that_shapes_fit(operation: &OperationIr) {
     }
 }
 
+/// Panics if an operation is to give positions in a type that does not have them all: those of integers are
+/// announced in the integers' own type, and a program would read other positions.
+fn assert_that_positions_fit(operation: &OperationIr) {
+    let OperationIr::NumericInt(_, operation) = operation else {
+        return;
+    };
+    let (name, d) = match operation {
+        NumericOperationIr::ArgMax(d) => ("ArgMax", d),
+        NumericOperationIr::ArgMin(d) => ("ArgMin", d),
+        NumericOperationIr::ArgTopK(d) => ("ArgTopK", d),
+        _ => return,
+    };
+    let most: usize = match d.out.dtype {
+        DType::I8 => i8::MAX as usize,
+        DType::U8 => u8::MAX.into(),
+        DType::I16 => i16::MAX as usize,
+        DType::U16 => u16::MAX.into(),
+        _ => return,
+    };
+    let last = d.input.shape[d.axis].saturating_sub(1);
+    if last > most {
+        let place = user_location().map_or_else(String::new, |place| format!(", at {place}"));
+        panic!(
+            "{name}: positions are up to {last}, which {:?} does not have, and Burn wants them in the type of \
+             the tensor; cast it to I32 first{place}",
+            d.out.dtype
+        );
+    }
+}
+
 impl RunnerClient for KilnClient {
     type Device = KilnDevice;
 
     fn register_op(&self, operation: OperationIr) {
         let is_drop = matches!(operation, OperationIr::Drop(_));
         assert_that_shapes_fit(&operation);
+        assert_that_positions_fit(&operation);
         match ranks::replaced(&operation, || self.new_id()) {
             Some(operations) => operations
                 .into_iter()

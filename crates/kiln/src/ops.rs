@@ -19,11 +19,11 @@
 //! assert_eq!(mask.dims(), [2, 2, 3]);
 //! ```
 
-use std::any::TypeId;
+use std::any::{Any, TypeId};
 
 use burn_backend::tensor::Ordered;
 use burn_tensor::backend::Backend;
-use burn_tensor::{Bool, IndexingUpdateOp, Int, Tensor};
+use burn_tensor::{Bool, DType, IndexingUpdateOp, Int, Tensor};
 use kiln_burn::KilnDevice;
 
 /// Whether `B` is `Kiln`, alone or under `Autodiff`.
@@ -32,13 +32,47 @@ fn is_kiln<B: Backend>() -> bool {
 }
 
 /// The positions of the `k` largest elements, largest first, on Kiln.
-fn positions<B: Backend, const D: usize, K: Ordered<B>>(
+fn positions<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
     k: usize,
 ) -> Tensor<B, D, Int> {
     // By the kind's own method: that of `Tensor` refuses `k` equal to the size of the dimension.
-    Tensor::new(K::argtopk(tensor.into_primitive(), dim, k))
+    match narrow_integers(tensor) {
+        Ok(tensor) => Tensor::new(<Int as Ordered<B>>::argtopk(
+            tensor.cast(DType::I64).into_primitive(),
+            dim,
+            k,
+        )),
+        Err(tensor) => {
+            let positions: Tensor<B, D, Int> = Tensor::new(K::argtopk(tensor.into_primitive(), dim, k));
+            match positions.dtype() {
+                // As its positions are, which are subtracted from.
+                DType::U64 => positions.cast(DType::I64),
+                _ => positions,
+            }
+        }
+    }
+}
+
+/// `tensor`, if it has integers of a type that may not have the numbers of its positions: Burn announces the
+/// positions of integers in the integers' own type.
+fn narrow_integers<B: Backend, const D: usize, K: Ordered<B> + 'static>(
+    tensor: Tensor<B, D, K>,
+) -> Result<Tensor<B, D, Int>, Tensor<B, D, K>> {
+    let is_narrow = matches!(
+        tensor.dtype(),
+        DType::I8 | DType::I16 | DType::U8 | DType::U16 | DType::U32
+    );
+    match is_narrow {
+        true => {
+            let any: Box<dyn Any> = Box::new(tensor);
+            Ok(*any
+                .downcast()
+                .expect("a tensor of integers is one of the kind `Int`"))
+        }
+        false => Err(tensor),
+    }
 }
 
 /// # Panics
@@ -56,7 +90,7 @@ fn check_dim<const D: usize>(operation: &str, dim: usize) {
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn argsort<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn argsort<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> Tensor<B, D, Int> {
@@ -78,7 +112,7 @@ pub fn argsort<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn argsort_descending<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn argsort_descending<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> Tensor<B, D, Int> {
@@ -95,7 +129,7 @@ pub fn argsort_descending<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn sort<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn sort<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> Tensor<B, D, K> {
@@ -107,7 +141,7 @@ pub fn sort<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn sort_descending<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn sort_descending<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> Tensor<B, D, K> {
@@ -119,7 +153,7 @@ pub fn sort_descending<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn sort_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn sort_with_indices<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> (Tensor<B, D, K>, Tensor<B, D, Int>) {
@@ -132,7 +166,7 @@ pub fn sort_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`.
-pub fn sort_descending_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn sort_descending_with_indices<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> (Tensor<B, D, K>, Tensor<B, D, Int>) {
@@ -146,7 +180,7 @@ pub fn sort_descending_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`, or it has fewer than `k` elements there.
-pub fn argtopk<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn argtopk<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     k: usize,
     dim: usize,
@@ -168,7 +202,7 @@ pub fn argtopk<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`, or it has fewer than `k` elements there.
-pub fn topk<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn topk<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     k: usize,
     dim: usize,
@@ -181,7 +215,7 @@ pub fn topk<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`, or it has fewer than `k` elements there.
-pub fn topk_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn topk_with_indices<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     k: usize,
     dim: usize,
@@ -195,7 +229,7 @@ pub fn topk_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`, or it has no elements there.
-pub fn median<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn median<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> Tensor<B, D, K> {
@@ -207,7 +241,7 @@ pub fn median<B: Backend, const D: usize, K: Ordered<B>>(
 /// # Panics
 ///
 /// If the tensor has no dimension `dim`, or it has no elements there.
-pub fn median_with_indices<B: Backend, const D: usize, K: Ordered<B>>(
+pub fn median_with_indices<B: Backend, const D: usize, K: Ordered<B> + 'static>(
     tensor: Tensor<B, D, K>,
     dim: usize,
 ) -> (Tensor<B, D, K>, Tensor<B, D, Int>) {

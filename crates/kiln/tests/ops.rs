@@ -6,7 +6,7 @@ use burn_core::module::{Module, Param};
 use burn_nn::{Linear, LinearConfig};
 use burn_optim::{AdamWConfig, GradientsParams, LBFGSConfig, Optimizer};
 use burn_tensor::backend::Backend;
-use burn_tensor::{Int, Tensor, activation};
+use burn_tensor::{DType, Int, Tensor, activation};
 use kiln::{CompileBackend, CompileOptions, Kiln, KilnDevice, TrainStep, ops};
 
 type B = Autodiff<Kiln>;
@@ -311,5 +311,91 @@ fn lbfgs_with_loss_and_gradient_compiled_compiles_once() {
         assert_close(&found.1, &expected.1, 1e-2, "weights");
         assert_eq!(region.report().compiles.len(), 1, "{}", region.explain());
         assert!(region.report().breaks.is_empty());
+    }
+}
+
+/// Positions up to 999, of integers that end at 255 or 127.
+#[test]
+fn narrow_integers_are_sorted_like_wide_ones() {
+    let values: Vec<i32> = (0..1000).map(|at| at * 7 % 120).collect();
+    let wide = Tensor::<Kiln, 1, Int>::from_ints(values.as_slice(), &device());
+    let (sorted, order) = ops::sort_with_indices(wide.clone(), 0);
+    let (sorted, order) = (ints(sorted), ints(order));
+    for dtype in [
+        DType::U8,
+        DType::I8,
+        DType::I16,
+        DType::U16,
+        DType::U32,
+        DType::U64,
+        DType::I64,
+    ] {
+        let narrow = wide.clone().cast(dtype);
+        for backend in BACKENDS {
+            let found = kiln::compile(CompileOptions::default().with_backend(backend))
+                .run(|| {
+                    let (values, order) = ops::sort_with_indices(narrow.clone(), 0);
+                    let largest = ops::topk(narrow.clone(), 3, 0);
+                    (values, order, largest, ops::median(narrow.clone(), 0))
+                })
+                .unwrap();
+            assert_eq!(found.0.dtype(), dtype);
+            assert_eq!(ints(found.0), sorted, "{dtype:?} on {backend}");
+            assert_eq!(ints(found.1), order, "{dtype:?} on {backend}");
+            assert_eq!(ints(found.2), [119, 119, 119], "{dtype:?} on {backend}");
+            assert_eq!(ints(found.3), [sorted[499]], "{dtype:?} on {backend}");
+        }
+        assert_eq!(ints(ops::argsort(narrow, 0)), order, "{dtype:?}, eagerly");
+    }
+}
+
+/// Burn announces the position of an integer in the integer's own type, which has no 290.
+#[test]
+fn positions_that_their_type_does_not_have_are_refused() {
+    let x = Tensor::<Kiln, 1, Int>::arange(0..300, &device());
+    let largest = std::panic::catch_unwind(|| x.clone().cast(DType::I8).argmax(0)).unwrap_err();
+    let message = largest.downcast_ref::<String>().expect("a message");
+    for part in ["ArgMax", "299", "I8", "cast it to I32"] {
+        assert!(message.contains(part), "{message}");
+    }
+    assert_eq!(ints(x.clone().cast(DType::I16).argmax(0)), [299]);
+    assert_eq!(ints(x.narrow(0, 0, 128).cast(DType::I8).argmax(0)), [127]);
+}
+
+/// Bounds that the type of the elements does not have.
+#[test]
+fn integers_are_clamped_to_any_bounds() {
+    let values = [-7, 0, 1, 5, i32::MAX, i32::MIN];
+    let x = Tensor::<Kiln, 1, Int>::from_ints(values, &device());
+    let bytes = Tensor::<Kiln, 1, Int>::from_ints([0, 7, 200, 255], &device()).cast(DType::U8);
+    let signed = Tensor::<Kiln, 1, Int>::from_ints([-128, -1, 100, 127], &device()).cast(DType::I8);
+    let program = || {
+        [
+            ints(x.clone().clamp(0, i64::MAX)),
+            ints(x.clone().clamp(i64::MIN, 1)),
+            ints(bytes.clone().clamp(-5, 256)),
+            ints(signed.clone().clamp(0, 128)),
+        ]
+    };
+    let expected = program();
+    assert_eq!(expected[0], [0, 0, 1, 5, i64::from(i32::MAX), 0]);
+    for backend in BACKENDS {
+        let compiled = kiln::compile(CompileOptions::default().with_backend(backend))
+            .run(|| {
+                (
+                    x.clone().clamp(0, i64::MAX),
+                    x.clone().clamp(i64::MIN, 1),
+                    bytes.clone().clamp(-5, 256),
+                    signed.clone().clamp(0, 128),
+                )
+            })
+            .unwrap();
+        let found = [
+            ints(compiled.0),
+            ints(compiled.1),
+            ints(compiled.2),
+            ints(compiled.3),
+        ];
+        assert_eq!(found, expected, "{backend}");
     }
 }

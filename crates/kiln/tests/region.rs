@@ -809,3 +809,52 @@ fn a_linear_layer_of_another_width_is_named_with_its_line() {
         assert!(said.starts_with(wanted) && said.contains("region.rs:"), "{said}");
     }
 }
+
+/// The second call gives its argument away, for which there would be a better step; there is no folder to
+/// compile it in.
+#[test]
+fn a_step_that_fits_stays_where_a_better_one_cannot_be_compiled() {
+    const NAME: &str = "a_step_that_fits_stays_where_a_better_one_cannot_be_compiled";
+    const CHILD: &str = "KILN_TEST_WITHOUT_ROOM";
+    if std::env::var_os(CHILD).is_none() {
+        let [cache, temporary] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let output = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", NAME, "--nocapture"])
+            .env(CHILD, "1")
+            .env("KILN_CACHE_DIR", cache.path())
+            .env("TMPDIR", temporary.path())
+            .output()
+            .unwrap();
+        let [said, errors] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+        assert!(said.contains("1 passed"), "{said}{errors}");
+        assert_eq!(
+            errors.matches("a faster step could not be compiled").count(),
+            1,
+            "{errors}"
+        );
+        return;
+    }
+    let mut region = kiln::compile(CompileOptions::default().with_backend(CompileBackend::Cpu));
+    let mut state = vector(&[1.0; 5000]);
+    let first = state.clone();
+    for call in 1..5 {
+        if call == 2 {
+            std::fs::remove_dir_all(std::env::temp_dir()).unwrap();
+        }
+        state = region.run(move || state * 0.5 + call as f32).unwrap();
+    }
+    assert_eq!(
+        values(state)[4999],
+        ((((1.0f32 * 0.5 + 1.0) * 0.5 + 2.0) * 0.5 + 3.0) * 0.5) + 4.0
+    );
+    assert_eq!(values(first)[0], 1.0);
+    assert_eq!(region.report().steps.len(), 1);
+}
+
+#[test]
+fn any_name_is_a_name_of_a_region() {
+    let options = CompileOptions::default().with_backend(CompileBackend::Cpu);
+    let mut region = kiln::compile(options.with_name("train/*/x \\ \"y\" */ #if"));
+    let x = vector(&[1.0, 2.0]);
+    assert_eq!(values(region.run(|| x.clone() * 2.0 + 1.0).unwrap()), [3.0, 5.0]);
+}

@@ -390,13 +390,22 @@ fn extent(graph: &Graph, dimension: Dimension) -> usize {
     graph.shape(graph.parameters()[dimension.parameter as usize])[dimension.axis]
 }
 
+/// The largest sample of a size, unless the size itself is about as large: beyond, a tensor with a few more
+/// dimensions is more than a machine has.
+const FAR: usize = 1 << 24;
+
 /// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones; and
-/// a few that are shorter than a vector. A range without an end reaches to twice the size.
+/// a few that are shorter than a vector. A range without an end reaches to twice the size, and one with an end
+/// that no tensor has to [`FAR`]; there are none of a range that ends before it begins.
 fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
+    let twice = size.max(16).saturating_mul(2);
     let most = match most {
-        usize::MAX => 2 * size.max(16).next_power_of_two(),
-        most => most,
+        usize::MAX => size.max(16).next_power_of_two().saturating_mul(2),
+        most => most.min(FAR.max(twice)),
     };
+    if most < least {
+        return Vec::new();
+    }
     let mut sizes: Vec<usize> = if most - least < count {
         (least..=most).collect()
     } else {
@@ -435,6 +444,12 @@ mod tests {
     #[test]
     fn samples_reach_over_the_range() {
         assert_eq!(sample_sizes(5, (2, 9), 16), [2, 3, 4, 6, 7, 8, 9]);
+        let far = sample_sizes(100, (1, usize::MAX - 1), 16);
+        assert_eq!((far[0], far.last()), (1, Some(&FAR)));
+        assert!(
+            sample_sizes(12, (100, usize::MAX), 16).is_empty(),
+            "an end before the beginning"
+        );
         let sizes = sample_sizes(40, (10, 500), 16);
         assert_eq!((sizes.len(), sizes[0], sizes[15]), (16, 10, 500));
         assert!(sizes.windows(2).all(|pair| pair[0] < pair[1]));

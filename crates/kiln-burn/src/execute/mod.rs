@@ -27,6 +27,7 @@ pub mod families;
 pub mod host;
 pub mod memory;
 pub mod minify;
+mod patience;
 pub mod profile;
 
 use std::collections::BTreeSet;
@@ -376,7 +377,9 @@ pub fn prepare(
         gpu,
         options,
     };
-    let prepared = prepare_here(backend, gpu, graph.clone(), options, setting);
+    let prepared = patience::compiling(&graph, backend, || {
+        prepare_here(backend, gpu, graph.clone(), options, setting)
+    });
     let (executable, backend) = prepared.map_err(|error| suspect(backend).minified(error))?;
     suspect(backend).survives()?;
     Ok((executable, backend))

@@ -222,14 +222,22 @@ fn top_k(l: &mut Lower, x: Value, axis: usize, k: usize, dtype: DType) -> Result
     Ok((results[0], results[1]))
 }
 
+/// Integers are compared in 64 bits: a bound may be one that the type of the elements does not have.
 fn clamp(l: &mut Lower, d: &ClampOpIr) -> Done {
     let x = l.input(&d.tensor)?;
     let (dtype, shape) = (l.dtype(x), l.shape(x));
-    let min = l.scalar(d.min, dtype)?;
-    let max = l.scalar(d.max, dtype)?;
+    let wide = match dtype {
+        DType::U64 => dtype,
+        _ if dtype.is_int() => DType::I64,
+        _ => dtype,
+    };
+    let min = l.scalar(d.min, wide)?;
+    let max = l.scalar(d.max, wide)?;
     let (min, max) = (l.splat(min, &shape)?, l.splat(max, &shape)?);
+    let x = l.cast(x, wide)?;
     let out = l.binary(BinaryOp::Max, x, min)?;
     let out = l.binary(BinaryOp::Min, out, max)?;
+    let out = l.cast(out, dtype)?;
     l.define(&d.out, out)
 }
 

@@ -4,7 +4,7 @@
 //! sees a call of a method like any other, so a graph break names the method: the outermost function of
 //! burn-tensor on the stack that is one of these.
 
-use super::location::of_user;
+use super::location::{is_source_of, of_user};
 
 /// Methods of Burn's tensors that run on the host and have a counterpart of the same name in `kiln::ops`.
 const WITH_COUNTERPART: &[&str] = &[
@@ -32,7 +32,7 @@ pub fn running() -> Option<&'static str> {
         backtrace::resolve_frame(frame, |symbol| {
             let function = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
             let in_burn = match symbol.filename() {
-                Some(file) => file.to_string_lossy().contains("burn-tensor-"),
+                Some(file) => is_source_of("burn-tensor", &file.to_string_lossy()),
                 None => function.contains("burn_tensor"),
             };
             if in_burn {

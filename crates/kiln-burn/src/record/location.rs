@@ -123,12 +123,45 @@ fn shown(file: &Path) -> &Path {
     file.strip_prefix(".").unwrap_or(file)
 }
 
-/// Whether a source file is the standard library's, a registry crate's or Kiln's.
+/// Whether a source file is the standard library's, a registry crate's, Burn's or Kiln's, wherever these are:
+/// they may be copied into a project, as `cargo vendor` does, or come from a repository.
 fn is_inner_file(file: &str) -> bool {
     let file = file.replace('\\', "/");
-    ["/rustc/", "/registry/src/", "kiln-burn/src/", "kiln/src/"]
+    if ["/rustc/", "/rustlib/src/", "/registry/src/"]
         .iter()
         .any(|part| file.contains(part))
+    {
+        return true;
+    }
+    let folders: Vec<&str> = file.split('/').collect();
+    let sources = folders.iter().enumerate().filter(|(_, folder)| **folder == "src");
+    let mut above =
+        sources.filter_map(|(at, _)| Some((at.checked_sub(1)?, folders.get(at.wrapping_sub(1))?)));
+    above.any(|(at, folder)| match without_version(folder) {
+        // A folder may have such a name because a user's program has.
+        "kiln" => at > 0 && ["crates", "vendor"].contains(&folders[at - 1]),
+        krate => krate.contains('-') && INNER.contains(&&*krate.replace('-', "_")),
+    })
+}
+
+/// The name of a crate, of the name of a folder such as `burn-tensor-0.21.0`.
+fn without_version(folder: &str) -> &str {
+    match folder.rsplit_once('-') {
+        Some((krate, version)) if version.starts_with(|c: char| c.is_ascii_digit()) => krate,
+        _ => folder,
+    }
+}
+
+/// Whether `file` is a source of the crate `krate`, whose name has dashes.
+pub(super) fn is_source_of(krate: &str, file: &str) -> bool {
+    let mut folders = file
+        .split(['/', '\\'])
+        .rev()
+        .skip_while(|folder| *folder != "src")
+        .skip(1);
+    folders
+        .next()
+        .is_some_and(|folder| without_version(folder) == krate)
 }
 
 /// Whether a demangled function belongs to [`INNER`], or to no crate at all (`main` of C, `__rust_try`).
@@ -176,7 +209,37 @@ mod tests {
         assert!(is_inner_file(
             "/home/me/.cargo/registry/src/index/burn-tensor-0.21.0/src/tensor/api/base.rs"
         ));
-        assert!(!is_inner_file("src/main.rs"));
+        for inner in [
+            "/nix/store/rust/lib/rustlib/src/rust/library/core/src/ops/function.rs",
+            "vendor/burn-autodiff/src/ops/tensor.rs",
+            "/build/vendor/burn-tensor-0.21.0/src/tensor/api/base.rs",
+            "/home/me/.cargo/git/checkouts/burn-1f/2e/crates/burn-router/src/ops/op_float.rs",
+            "/home/me/kiln/crates/kiln/src/region.rs",
+            "vendor/kiln/src/region.rs",
+        ] {
+            assert!(is_inner_file(inner), "{inner}");
+        }
+        for own in [
+            "src/main.rs",
+            "/home/me/my-kiln/src/lib.rs",
+            "/home/me/kiln/src/main.rs",
+            "/home/me/project/core/src/model.rs",
+            "/home/me/burn-models/src/llama.rs",
+        ] {
+            assert!(!is_inner_file(own), "{own}");
+        }
+        assert!(is_source_of(
+            "burn-tensor",
+            "vendor/burn-tensor/src/tensor/api/sort.rs"
+        ));
+        assert!(is_source_of(
+            "burn-tensor",
+            r"C:\registry\src\i\burn-tensor-0.21.0\src\lib.rs"
+        ));
+        assert!(!is_source_of(
+            "burn-tensor",
+            "vendor/burn-tensor-testgen/src/lib.rs"
+        ));
         assert!(!is_inner("my_model::train::step::{{closure}}"));
         assert!(!is_inner("<my_model::Net as burn_core::module::Module>::map"));
     }

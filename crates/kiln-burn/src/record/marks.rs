@@ -126,18 +126,17 @@ pub struct MarkedInput {
 }
 
 /// The marked dimensions of a recording's inputs: those of its tensors, and those that a step which resembles
-/// it was compiled with.
+/// it was compiled with, as far as their ranges have the size that is there now.
 pub fn of(recorded: &Recorded, resembling: &[MarkedInput]) -> Vec<MarkedInput> {
     let inputs = recorded.inputs.iter().enumerate();
     let own = inputs.flat_map(|(input, it)| it.marks.iter().map(move |&mark| MarkedInput { input, mark }));
     let mut marks: Vec<MarkedInput> = own.collect();
     for &earlier in resembling {
-        let rank = recorded
-            .inputs
-            .get(earlier.input)
-            .map_or(0, |input| input.ir.shape.num_dims());
+        let input = recorded.inputs.get(earlier.input);
+        let size = input.and_then(|input| input.ir.shape.get(earlier.mark.axis));
+        let is_in_range = size.is_some_and(|size| (earlier.mark.least..=earlier.mark.most).contains(size));
         let same = |other: &MarkedInput| (other.input, other.mark.axis) == (earlier.input, earlier.mark.axis);
-        if earlier.mark.axis < rank && !marks.iter().any(same) {
+        if is_in_range && !marks.iter().any(same) {
             marks.push(earlier);
         }
     }

@@ -161,6 +161,16 @@ impl Recorded {
         source
     }
 
+    /// Takes the results `ids` out of those that outlive the recording: nobody is going to use them.
+    pub fn forget(&mut self, ids: &[TensorId]) {
+        if ids.is_empty() {
+            return;
+        }
+        let outputs = self.identity.outputs.iter().copied();
+        let outputs = outputs.zip(self.output_ids.iter().copied());
+        (self.identity.outputs, self.output_ids) = outputs.filter(|(_, id)| !ids.contains(id)).unzip();
+    }
+
     /// The shapes of the float tensors that outlive the recording, beside those of these ids.
     pub fn kept_besides(&self, ids: &[&[TensorId]]) -> Vec<Shape> {
         let known: FxHashSet<TensorId> = ids.iter().copied().flatten().copied().collect();

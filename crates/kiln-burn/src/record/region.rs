@@ -112,6 +112,8 @@ pub struct Region {
     recompiles: Vec<Recompile>,
     compiles: Vec<CompileEvent>,
     warned_limit: bool,
+    /// Whether a step that fits stays although a better one could be compiled: that has failed.
+    keeps_steps: bool,
     /// Steps of several shapes share their kernels; none where each shape is compiled by itself.
     families: Option<Families>,
     /// How long the program took to issue the operations of the recording that comes next.
@@ -150,6 +152,7 @@ impl Region {
             recompiles: Vec::new(),
             compiles: Vec::new(),
             warned_limit: false,
+            keeps_steps: false,
             recorded_in: Duration::ZERO,
         }
     }
@@ -303,7 +306,8 @@ impl Region {
         let mut reason = None;
         if let Some(index) = known {
             let step = &self.segments[segment][index];
-            if self.frozen || (!step.provisional && !step.could_overwrite_more(recorded)) {
+            let is_best = !step.provisional && !step.could_overwrite_more(recorded);
+            if self.frozen || self.keeps_steps || is_best {
                 return Ok(index);
             }
         }
@@ -314,9 +318,9 @@ impl Region {
         }
         let lines = self.lines(segment, recorded);
         let (marks, mut notes) = (self.marks(segment, recorded, known), Vec::new());
-        if let Some(index) = known {
-            self.segments[segment].remove(index);
-        } else if let Some(nearest) = self.nearest(segment, recorded)
+        let replaced = known.map(|index| (index, self.segments[segment].remove(index)));
+        if replaced.is_none()
+            && let Some(nearest) = self.nearest(segment, recorded)
             && let Some(mismatch) = nearest.guard.mismatch(recorded)
         {
             let guard = &nearest.guard;
@@ -353,7 +357,15 @@ impl Region {
         if let Some(mismatch) = reason.clone().filter(|_| !absorbed) {
             self.recompiles.push(Recompile { segment, mismatch });
         }
-        let mut step = compiled?;
+        let mut step = match (compiled, replaced) {
+            // Ranks compile together: what one of them keeps would wait for the others.
+            (Err(error), Some((index, step))) if !recorded.is_of_ranks() => {
+                self.keep_steps(&error);
+                self.segments[segment].insert(index, step);
+                return Ok(index);
+            }
+            (compiled, _) => compiled?,
+        };
         if at_limit && !absorbed {
             self.warn_of_limit(recorded.is_of_ranks());
         }
@@ -390,6 +402,17 @@ impl Region {
         steps.truncate(self.capacity);
         forget_absorbed(steps);
         Ok(0)
+    }
+
+    /// Goes on with the steps that there are, where a better one than a step that fits could not be compiled.
+    fn keep_steps(&mut self, error: &Error) {
+        self.keeps_steps = true;
+        kiln_log::warn!(
+            target: "kiln",
+            region = %self.options.name,
+            %error,
+            "a faster step could not be compiled; the one that there is goes on"
+        );
     }
 
     /// The marked dimensions of a recording's inputs, which step `known` of the segment accepts.

@@ -212,13 +212,6 @@ impl SplitRegion {
         self.compiled().steps.len()
     }
 
-    /// Whether the forward pass of this trace was compiled before.
-    pub fn knows(&self, recorded: &Recorded, of: Differentiated<'_>) -> bool {
-        let places = places(recorded, of);
-        let compiled = self.compiled();
-        compiled.steps.iter().any(|step| step.fits(recorded, &places))
-    }
-
     /// A report on what was compiled and why, for people.
     pub fn report(&self) -> String {
         let (steps, recompiles) = {
