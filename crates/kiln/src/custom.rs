@@ -218,7 +218,8 @@ pub struct CSource {
 /// copied, no code outside the step runs, and an exported step takes it along. The host function is the
 /// reference: it runs on all other backends, and outside of steps.
 ///
-/// A source is a file of its own that defines
+/// A source is a file of its own, that includes none but those of the system (`include_str!` takes its text from
+/// a file), and defines
 ///
 /// ```c
 /// void operation(const kiln_tensor *inputs, const kiln_tensor *outputs);
@@ -282,7 +283,8 @@ pub struct CSource {
 ///
 /// # Panics
 ///
-/// As [`custom_op`].
+/// As [`custom_op`], and if the source includes a file by a name in quotes: what is in such a file is no part of
+/// the key in the disk cache, and a step would keep the code of an earlier version.
 pub unsafe fn custom_op_with_c<B, const D: usize, I, F, G>(
     name: &str,
     inputs: I,
@@ -298,6 +300,22 @@ where
     G: HostGradient,
 {
     operation(name, inputs, shape, forward, gradient, Some(source))
+}
+
+/// # Panics
+///
+/// If a source in C includes a file by a name in quotes.
+fn assert_includes_no_file(name: &str, source: &str) {
+    let included = source.lines().find_map(|line| {
+        let rest = line.trim_start().strip_prefix('#')?.trim_start();
+        rest.strip_prefix("include")?.trim_start().strip_prefix('"')
+    });
+    if let Some(file) = included {
+        panic!(
+            "{name}: the C source includes \"{file}, whose text is no part of the key in the disk cache; put it \
+             into the source, with `include_str!` for instance"
+        );
+    }
 }
 
 /// The operation, with or without C.
@@ -325,6 +343,11 @@ where
             "the gradient of a `custom_op` captures nothing: what varies is an input"
         );
     }
+    let sources = source
+        .iter()
+        .flat_map(|it| [Some(it.forward), it.gradient])
+        .flatten();
+    sources.for_each(|text| assert_includes_no_file(name, text));
     let operands = Operands::of(name, inputs);
     let dtype = operands.float_type();
     let id = custom::register(name, TypeId::of::<F>(), source.map(|it| it.forward), || {

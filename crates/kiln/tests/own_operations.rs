@@ -214,6 +214,26 @@ fn a_panic_of_the_function_is_an_error_of_the_step() {
     }
 }
 
+/// The file may change while the step's key in the disk cache stays.
+#[test]
+fn a_source_that_includes_a_file_is_refused() {
+    const INCLUDES: CSource = CSource {
+        forward: "\n  # include \"op.h\"\nvoid operation(const kiln_tensor *in, const kiln_tensor *out) {}",
+        gradient: None,
+    };
+    fn same(inputs: &[TensorData]) -> TensorData {
+        inputs[0].clone()
+    }
+    let x = Tensor::<Kiln, 1>::from_floats([1.0, 2.0], &device());
+    // SAFETY: it is refused.
+    let call = || unsafe { kiln::custom_op_with_c("same", x.clone(), [2], same, NoGradient, INCLUDES) };
+    let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(call)).unwrap_err();
+    let message = panic.downcast_ref::<String>().expect("a message");
+    for part in ["same", "\"op.h\"", "include_str!"] {
+        assert!(message.contains(part), "{message}");
+    }
+}
+
 /// [`wave`] and [`wave_gradient`] in C.
 const WAVE: CSource = CSource {
     forward: "
