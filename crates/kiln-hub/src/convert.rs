@@ -89,6 +89,35 @@ pub(crate) fn to_stored(dtype: DType) -> Option<Dtype> {
     })
 }
 
+/// The least and the greatest value of an integer type; `None` for other types.
+pub(crate) fn int_range(dtype: DType) -> Option<(i64, u64)> {
+    Some(match dtype {
+        DType::I64 => (i64::MIN, i64::MAX.unsigned_abs()),
+        DType::I32 => (i32::MIN.into(), i32::MAX.unsigned_abs().into()),
+        DType::I16 => (i16::MIN.into(), i16::MAX.unsigned_abs().into()),
+        DType::I8 => (i8::MIN.into(), i8::MAX.unsigned_abs().into()),
+        DType::U64 => (0, u64::MAX),
+        DType::U32 => (0, u32::MAX.into()),
+        DType::U16 => (0, u16::MAX.into()),
+        DType::U8 => (0, u8::MAX.into()),
+        _ => return None,
+    })
+}
+
+/// Whether integers can be converted to another integer type, which Burn panics about if they cannot.
+pub(crate) fn ints_fit(data: &TensorData, wanted: DType) -> bool {
+    let Some((least, greatest)) = int_range(wanted) else {
+        return false;
+    };
+    match data.dtype {
+        DType::U64 => data.iter::<u64>().all(|value| value <= greatest),
+        dtype if int_range(dtype).is_some() => data
+            .iter::<i64>()
+            .all(|value| value >= least && (value < 0 || value.unsigned_abs() <= greatest)),
+        _ => false,
+    }
+}
+
 /// Bytes of an element; `None` for types of less than a byte.
 pub(crate) fn itemsize(dtype: Dtype) -> Option<usize> {
     let bits = dtype.bitsize();

@@ -6,12 +6,12 @@
 
 use burn_core::module::{Module, ModuleMapper, Param};
 use burn_tensor::backend::Backend;
-use burn_tensor::{Bool, DType, Int, Tensor, TensorData};
+use burn_tensor::{Bool, DType, Int, Tensor, TensorData, get_device_settings};
 use kiln_models::params::{is_fresh, sync_running};
 
 use crate::checkpoint::Checkpoint;
 use crate::compare::{Plan, compare};
-use crate::convert::transpose_bytes;
+use crate::convert::{ints_fit, transpose_bytes};
 use crate::error::HubError;
 use crate::key_map::{KeyMap, Transform};
 use crate::walk::{PathStack, list_params};
@@ -87,11 +87,12 @@ pub struct Loaded {
 /// Fills a module from a checkpoint; everything must fit.
 ///
 /// The parameters keep their ids, devices and whether they require gradients. Stored f64, f32, f16 and bf16
-/// become the backend's float type.
+/// become the backend's float type, and stored integers the parameter's type.
 ///
 /// # Errors
 /// [`HubError::Keys`] with every missing, unexpected and misshapen key at once, the keys of a task head among
-/// them; [`HubError::KeyMap`] for a contradictory map.
+/// them; [`HubError::DType`] for integers that the parameter's type lacks; [`HubError::KeyMap`] for a
+/// contradictory map.
 pub fn load_into<B: Backend, M: Module<B>>(
     module: M,
     checkpoint: &Checkpoint,
@@ -214,8 +215,20 @@ impl<B: Backend> ModuleMapper<B> for Filler<'_> {
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
         let Some(data) = self.data(None) else { return param };
+        let dtype = match param.is_initialized() {
+            true => param.val().dtype(),
+            false => get_device_settings::<B>(&param.lazy_device()).int_dtype.into(),
+        };
+        if !ints_fit(&data, dtype) {
+            self.error = Some(HubError::DType {
+                name: self.path.path(),
+                stored: format!("{:?} with values beyond {dtype:?}", data.dtype),
+                wanted: format!("{dtype:?}, the parameter's type; give the parameter the stored type"),
+            });
+            return param;
+        }
         let id = param.id;
-        let tensor = Tensor::from_data(data, &param.lazy_device());
+        let tensor = Tensor::from_data(data, (&param.lazy_device(), dtype));
         param.transform_for_load(tensor, id)
     }
 

@@ -10,18 +10,19 @@
 //! [`load_into`]: crate::load_into
 
 use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use burn_core::module::{Module, ModuleVisitor, Param};
 use burn_tensor::backend::Backend;
-use burn_tensor::{Bool, BoolStore, DType, Int, Tensor, TensorData};
+use burn_tensor::{Bool, BoolStore, DType, Element, Int, Tensor, TensorData};
 use kiln_models::params::sync_running;
 use safetensors::tensor::{Dtype, SafeTensorError, View};
 use serde_json::json;
 
 use crate::atomic::{write_atomic, write_bytes_atomic};
-use crate::convert::{RawTensor, to_stored, transpose_bytes};
+use crate::convert::{RawTensor, int_range, to_stored, transpose_bytes};
 use crate::error::{HubError, KeyReport};
 use crate::key_map::{KeyMap, KeyRule, Transform};
 use crate::walk::PathStack;
@@ -65,8 +66,9 @@ impl SaveOptions {
 ///
 /// # Errors
 /// [`HubError::Keys`] if a parameter has no rule; [`HubError::Config`] if `config` is not a JSON object;
-/// [`HubError::DType`] for a type that the format lacks, and for f64 from a backend that reads it as another
-/// type, as Burn reads all floats of Kiln as f32; [`HubError::Io`].
+/// [`HubError::DType`] for a type that the format lacks, for f64 from a backend that reads it as another
+/// type, as Burn reads all floats of Kiln as f32, and for integers beyond the type that the backend reads
+/// them as, which is i32 for Kiln; [`HubError::Io`].
 pub fn save_pretrained<B: Backend, M: Module<B>>(
     module: &M,
     map: impl Into<KeyMap>,
@@ -137,6 +139,9 @@ pub fn save_safetensors<B: Backend, M: Module<B>>(
     write_tensors(path, tensors.into_iter().collect(), &options.metadata)
 }
 
+/// Reads a tensor from its device.
+type Read = Box<dyn Fn() -> Result<TensorData, HubError>>;
+
 /// A tensor that is read from its device when the writer comes to it.
 struct Pending {
     key: String,
@@ -144,20 +149,13 @@ struct Pending {
     shape: Vec<usize>,
     len_bytes: usize,
     transpose: bool,
-    read: Box<dyn Fn() -> TensorData>,
+    read: Read,
 }
 
-impl View for Pending {
-    fn dtype(&self) -> Dtype {
-        self.dtype
-    }
-
-    fn shape(&self) -> &[usize] {
-        &self.shape
-    }
-
-    fn data(&self) -> Cow<'_, [u8]> {
-        let data = (self.read)();
+impl Pending {
+    /// The bytes for the file, as many as its header announces.
+    fn bytes(&self) -> Result<Vec<u8>, HubError> {
+        let data = (self.read)()?;
         let mut bytes = Cow::Borrowed(data.as_bytes());
         if self.transpose
             && let &[rows, cols] = self.shape.as_slice()
@@ -170,32 +168,71 @@ impl View for Pending {
                 bytes.len() / (rows * cols).max(1),
             ));
         }
-        Cow::Owned(convert(&self.key, &bytes, &data, self.dtype))
-    }
-
-    fn data_len(&self) -> usize {
-        self.len_bytes
+        let converted = convert(&self.key, &bytes, &data, self.dtype)?;
+        if converted.len() != self.len_bytes {
+            return Err(HubError::DType {
+                name: self.key.clone(),
+                stored: format!("{} bytes of {:?}", converted.len(), self.dtype),
+                wanted: format!("{} bytes in a safetensors file", self.len_bytes),
+            });
+        }
+        Ok(converted)
     }
 }
 
-/// The bytes in the file's type. Types were checked when the tensor was collected.
-fn convert(key: &str, bytes: &[u8], data: &TensorData, wanted: Dtype) -> Vec<u8> {
-    let stored = to_stored(data.dtype);
-    let wanted_burn = crate::convert::to_burn(wanted);
-    match (stored, wanted_burn) {
-        (Some(stored), Some(dtype)) if stored != wanted => {
-            let shape = [bytes.len() / (stored.bitsize() / 8)];
-            let raw = RawTensor {
-                name: key,
-                dtype: stored,
-                shape: &shape,
-                bytes,
-            };
-            raw.to_floats(dtype)
-                .map_or_else(|_| bytes.to_vec(), |data| data.as_bytes().to_vec())
-        }
-        _ => bytes.to_vec(),
+/// A tensor in the hands of a writer that asks for bytes and takes no error.
+struct Written<'a> {
+    tensor: &'a Pending,
+    /// The first error; what is written after it is of no use.
+    error: &'a RefCell<Option<HubError>>,
+}
+
+impl View for Written<'_> {
+    fn dtype(&self) -> Dtype {
+        self.tensor.dtype
     }
+
+    fn shape(&self) -> &[usize] {
+        &self.tensor.shape
+    }
+
+    fn data(&self) -> Cow<'_, [u8]> {
+        if self.error.borrow().is_some() {
+            return Cow::Borrowed(&[]);
+        }
+        self.tensor.bytes().map_or_else(
+            |error| {
+                self.error.replace(Some(error));
+                Cow::Borrowed(&[][..])
+            },
+            Cow::Owned,
+        )
+    }
+
+    fn data_len(&self) -> usize {
+        self.tensor.len_bytes
+    }
+}
+
+/// The bytes in the file's type.
+fn convert(key: &str, bytes: &[u8], data: &TensorData, wanted: Dtype) -> Result<Vec<u8>, HubError> {
+    let refused = || HubError::DType {
+        name: key.to_string(),
+        stored: format!("{:?}", data.dtype),
+        wanted: format!("{wanted:?} in a safetensors file"),
+    };
+    let stored = to_stored(data.dtype).ok_or_else(refused)?;
+    if stored == wanted {
+        return Ok(bytes.to_vec());
+    }
+    let raw = RawTensor {
+        name: key,
+        dtype: stored,
+        shape: &[bytes.len() / (stored.bitsize() / 8)],
+        bytes,
+    };
+    let floats = raw.to_floats(crate::convert::to_burn(wanted).ok_or_else(refused)?)?;
+    Ok(floats.as_bytes().to_vec())
 }
 
 /// All tensors of a module by key; nothing is read yet.
@@ -241,7 +278,7 @@ struct Collector<'a> {
 }
 
 impl Collector<'_> {
-    fn add(&mut self, mut shape: Vec<usize>, held: DType, wanted: DType, read: Box<dyn Fn() -> TensorData>) {
+    fn add(&mut self, mut shape: Vec<usize>, held: DType, wanted: DType, read: Read) {
         let path = self.path.path();
         let Some(rule) = self.rules.get(path.as_str()) else {
             self.unmapped.push(path);
@@ -314,18 +351,18 @@ impl<B: Backend> ModuleVisitor<B> for Collector<'_> {
             tensor.shape().to_vec(),
             held,
             wanted,
-            Box::new(move || tensor.to_data()),
+            Box::new(move || Ok(tensor.to_data())),
         );
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
         let tensor = param.val();
-        let held = tensor.dtype();
+        let (held, path) = (tensor.dtype(), self.path.path());
         self.add(
             tensor.shape().to_vec(),
             held,
             held,
-            Box::new(move || tensor.to_data()),
+            Box::new(move || read_ints(&path, &tensor)),
         );
     }
 
@@ -335,10 +372,38 @@ impl<B: Backend> ModuleVisitor<B> for Collector<'_> {
         let read = move || {
             let data = tensor.to_data();
             let shape = data.shape.to_vec();
-            TensorData::new(data.iter::<bool>().collect::<Vec<_>>(), shape)
+            Ok(TensorData::new(data.iter::<bool>().collect::<Vec<_>>(), shape))
         };
         self.add(param.lazy_shape().to_vec(), held, held, Box::new(read));
     }
+}
+
+/// Integers in the type that the tensor holds. Backends may read all integers as their own type, and values
+/// beyond it make Burn panic, so they are looked for on the device.
+fn read_ints<B: Backend, const D: usize>(
+    path: &str,
+    tensor: &Tensor<B, D, Int>,
+) -> Result<TensorData, HubError> {
+    let (held, own) = (tensor.dtype(), B::IntElem::dtype());
+    let any = |found: Tensor<B, D, Bool>| found.any().to_data().iter::<bool>().any(|found| found);
+    let arrives = || {
+        let zero = Tensor::<B, 1, Int>::zeros([1], (&tensor.device(), held));
+        zero.to_data().dtype
+    };
+    if let (Some(held_range), Some((least, greatest))) = (int_range(held), int_range(own)) {
+        let above = held_range.1 > greatest && any(tensor.clone().greater_elem(greatest));
+        let below = held_range.0 < least && any(tensor.clone().lower_elem(least));
+        if (above || below) && arrives() != held {
+            return Err(HubError::DType {
+                name: path.to_string(),
+                stored: format!(
+                    "{held:?} with values beyond {own:?}, in which the backend hands out integers"
+                ),
+                wanted: format!("{held:?}; make them smaller before they are saved"),
+            });
+        }
+    }
+    Ok(tensor.to_data().convert_dtype(held))
 }
 
 /// Tensors in groups below the limit, in the order of their keys.
@@ -367,11 +432,22 @@ fn write_tensors(
     // transformers refuses files that do not say which framework's layout they follow.
     let mut header = metadata.clone();
     header.insert("format".to_string(), "pt".to_string());
+    let error = RefCell::new(None);
+    let written = tensors.iter().map(|(key, tensor)| {
+        (
+            key,
+            Written {
+                tensor,
+                error: &error,
+            },
+        )
+    });
     write_atomic(path, |temporary| {
-        safetensors::serialize_to_file(tensors, Some(header), temporary).map_err(|error| match error {
+        safetensors::serialize_to_file(written, Some(header), temporary).map_err(|error| match error {
             SafeTensorError::IoError(source) => HubError::io("write", path, source),
             other => HubError::safetensors(path, other),
-        })
+        })?;
+        error.take().map_or(Ok(()), Err)
     })
 }
 
@@ -391,4 +467,44 @@ fn remove_stale(folder: &Path, written: &[String], index: Option<&str>) -> Resul
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pending(dtype: Dtype, data: TensorData) -> (String, Pending) {
+        let shape = vec![3];
+        let tensor = Pending {
+            key: "x".to_string(),
+            dtype,
+            len_bytes: 3 * dtype.bitsize() / 8,
+            shape,
+            transpose: false,
+            read: Box::new(move || Ok(data.clone())),
+        };
+        ("x".to_string(), tensor)
+    }
+
+    /// A file with another length than its header says could not be read.
+    #[test]
+    fn a_tensor_that_does_not_arrive_as_announced_is_an_error_and_leaves_the_old_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.safetensors");
+        let write = |tensor| write_tensors(&path, vec![tensor], &HashMap::new());
+        write(pending(Dtype::I32, TensorData::from([1i32, 2, 3]))).unwrap();
+        let old = std::fs::read(&path).unwrap();
+        for (announced, arrives) in [
+            (Dtype::I64, TensorData::from([1i32, 2, 3])),
+            (Dtype::U8, TensorData::from([1i32, 2, 3])),
+            (Dtype::F32, TensorData::from([1i32, 2, 3])),
+            (Dtype::I32, TensorData::from([1i32, 2])),
+            (Dtype::F16, TensorData::from([1f32, 2.0])),
+        ] {
+            let error = write(pending(announced, arrives)).unwrap_err();
+            assert!(matches!(error, HubError::DType { .. }), "{announced:?}: {error}");
+            assert_eq!(std::fs::read(&path).unwrap(), old, "{announced:?}");
+        }
+        write(pending(Dtype::F16, TensorData::from([1f32, 2.0, 3.0]))).unwrap();
+    }
 }

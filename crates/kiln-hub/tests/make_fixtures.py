@@ -1,6 +1,6 @@
 """Makes the fixtures of this folder with PyTorch and transformers.
 
-    python make_fixtures.py archives            # state_*.bin: the three forms that torch.save has had, and one with code
+    python make_fixtures.py archives            # state_*.bin: the forms of torch.save, of checkpoints, and one with code
     python make_fixtures.py embeddings MODEL    # minilm_embeddings.json, from a folder with all-MiniLM-L6-v2
     python make_fixtures.py jpegs               # jpegs/*.jpeg: the kinds of JPEGs, with Pillow and numpy
 
@@ -54,6 +54,24 @@ def tensors(dtype):
     return made
 
 
+def checkpoint():
+    """What PyTorch's ImageNet example saves: the weights beside a tensor and the optimizer's."""
+    import torch
+
+    state = tensors(torch.float32)
+    parameters = [torch.nn.Parameter(state[name].clone()) for name in ("bn.weight", "bn.bias")]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return {
+        "epoch": 3,
+        "best_acc1": torch.tensor(71.5),
+        "state_dict": state,
+        "optimizer": optimizer.state_dict(),
+    }
+
+
 class Command:
     def __reduce__(self):
         return os.system, ("touch /tmp/this-pickle-was-executed",)
@@ -70,6 +88,7 @@ def archives():
     half["bn.weight"], half["bn.bias"] = shared[:4], shared[4:]
     torch.save({"state_dict": half, "epoch": 3}, FIXTURES / "state_nested_bf16.bin")
     torch.save(tensors(torch.float32), FIXTURES / "state_legacy.bin", _use_new_zipfile_serialization=False)
+    torch.save(checkpoint(), FIXTURES / "state_checkpoint_legacy.bin", _use_new_zipfile_serialization=False)
     # An entry that runs a command where pickles are executed.
     torch.save({**tensors(torch.float32), "hook": Command()}, FIXTURES / "state_with_code.bin")
 

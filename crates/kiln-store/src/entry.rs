@@ -6,10 +6,10 @@
 //! crash, a full disk or a person. A store may leave out the flush: then they also detect what a crash cut off.
 //! The description's modification time is the time of last use.
 
-use std::fs::{self, File};
+use std::fs::{self, File, TryLockError};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -213,6 +213,48 @@ pub(crate) fn remove_notes(folder: &Path) -> io::Result<()> {
         remove_if_there(&file.path.with_extension(LOCK))?;
     }
     Ok(())
+}
+
+/// Removes files that were being written and were last written `age` ago or earlier, as killed programs leave
+/// them behind; returns their bytes.
+pub(crate) fn remove_unfinished(folder: &Path, age: Duration) -> io::Result<u64> {
+    let mut bytes = 0;
+    for file in fs::read_dir(folder)?.filter_map(Result::ok) {
+        if !file.file_name().to_string_lossy().starts_with(WRITING) {
+            continue;
+        }
+        // What is gone by now was being written.
+        let Ok(data) = file.metadata() else { continue };
+        let old = |written: SystemTime| written.elapsed().is_ok_and(|since| since >= age);
+        if age.is_zero() || data.modified().is_ok_and(old) {
+            remove_if_there(&file.path())?;
+            bytes += data.len();
+        }
+    }
+    Ok(bytes)
+}
+
+/// Removes the locks of a folder that nobody holds.
+pub(crate) fn remove_locks(folder: &Path) -> io::Result<()> {
+    for lock in files_of(folder)?.iter().filter(|file| file.extension == LOCK) {
+        let file = match File::options().append(true).open(&lock.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            other => other?,
+        };
+        if take(&file)? {
+            remove_if_there(&lock.path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Takes the lock of a file, if nobody has it. A file system without locks gives everybody the lock.
+pub(crate) fn take(file: &File) -> io::Result<bool> {
+    match file.try_lock() {
+        Err(TryLockError::WouldBlock) => Ok(false),
+        Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => Err(error),
+        _ => Ok(true),
+    }
 }
 
 fn remove_if_there(path: &Path) -> io::Result<()> {

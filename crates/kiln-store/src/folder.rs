@@ -5,6 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::entry::{self, Files};
 use crate::error::StoreError;
@@ -12,6 +13,9 @@ use crate::store::{Entry, Store};
 
 /// Limit of the cache's size unless told otherwise, in bytes.
 const DEFAULT_LIMIT: u64 = 2 << 30;
+
+/// No write takes that long: its file is one that a killed program left behind.
+const ABANDONED: Duration = Duration::from_hours(24);
 
 /// The folder of all stores. Cheap to clone; clones share their state.
 #[derive(Debug, Clone)]
@@ -126,7 +130,8 @@ impl CacheFolder {
         stores.into_iter().map(listing).collect()
     }
 
-    /// Removes all entries and notes of all stores; returns how many entries there were and the bytes freed.
+    /// Removes all entries and notes of all stores, and what killed programs left behind; returns how many
+    /// entries there were and the bytes freed.
     ///
     /// # Errors
     /// [`StoreError`] if an entry cannot be removed.
@@ -146,6 +151,9 @@ impl CacheFolder {
         };
         for folder in self.folders().map_err(StoreError::of("reading", root))? {
             entry::remove_notes(&folder).map_err(StoreError::of("removing a note of", &folder))?;
+            bytes += entry::remove_unfinished(&folder, Duration::ZERO)
+                .map_err(StoreError::of("removing an unfinished file of", &folder))?;
+            entry::remove_locks(&folder).map_err(StoreError::of("removing a lock of", &folder))?;
         }
         Ok((count, bytes))
     }
@@ -160,10 +168,16 @@ impl CacheFolder {
         };
     }
 
-    /// Removes the entries used longest ago, of whichever store, until the rest fits the limit; `newest` of
-    /// the store in `folder` stays. Returns the bytes that are left; none if the folder cannot be read.
+    /// Removes what killed programs left behind, and the entries used longest ago, of whichever store, until
+    /// the rest fits the limit; `newest` of the store in `folder` stays. Returns the bytes that are left;
+    /// none if the folder cannot be read.
     fn evict(&self, folder: &Path, newest: &str) -> Option<u64> {
         let listings = self.list().ok()?;
+        for folder in self.folders().ok()? {
+            if let Err(error) = entry::remove_unfinished(&folder, ABANDONED) {
+                self.warn_once("removing an unfinished file of", &error);
+            }
+        }
         let mut total: u64 = listings.iter().map(Listing::bytes).sum();
         let mut entries: Vec<Entry> = listings.into_iter().flat_map(|listing| listing.entries).collect();
         entries.retain(|entry| entry.key != newest || entry.folder != folder);

@@ -1,9 +1,10 @@
 //! A store: entries of one kind.
 
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 use crate::entry::{self, Files, Unusable};
 use crate::folder::CacheFolder;
@@ -19,7 +20,27 @@ pub struct Store {
     extension: &'static str,
     /// Whether what is written reaches the disk before it gets its name.
     flushed: bool,
+    patience: Patience,
 }
+
+/// How long [`Store::lock`] waits for another process.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Patience {
+    /// Before it says that it waits.
+    pub(crate) silent: Duration,
+    /// Before it goes on without the lock.
+    pub(crate) longest: Duration,
+}
+
+/// The first compilation of a large step takes minutes. A process that was stopped (Ctrl-Z) would be waited
+/// for until somebody continues it.
+const PATIENCE: Patience = Patience {
+    silent: Duration::from_secs(5),
+    longest: Duration::from_secs(600),
+};
+
+/// Pauses between two looks at a lock: the first one, doubled until the longest.
+const PAUSES: [Duration; 2] = [Duration::from_millis(1), Duration::from_millis(100)];
 
 /// One line of a listing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,11 +74,20 @@ pub struct Found {
 #[must_use = "a lock that is dropped is released"]
 pub struct Lock {
     path: PathBuf,
-    #[expect(dead_code, reason = "the lock is the open file")]
+    /// The lock is the open file.
     file: File,
 }
 
 impl Lock {
+    /// The lock of `key` in `folder`, not yet taken.
+    fn open(folder: &Path, key: &Key) -> io::Result<Self> {
+        fs::create_dir_all(folder)?;
+        let key = key.to_string();
+        let path = Files { folder, key: &key }.lock();
+        let file = File::options().create(true).append(true).open(&path)?;
+        Ok(Self { path, file })
+    }
+
     /// Releases the lock of an entry that has been stored and removes its file, which would stay as long as
     /// the entry. Who waits for the lock meanwhile gets that of a file without a name, looks for the entry,
     /// and finds it.
@@ -78,6 +108,7 @@ impl Store {
             folder,
             extension,
             flushed: true,
+            patience: PATIENCE,
         }
     }
 
@@ -157,19 +188,42 @@ impl Store {
 
     /// The lock of `key`, waiting for the process that holds it; `None` where nothing can be written. A file
     /// system without locks gives everybody the lock: several processes then make the entry, and the last
-    /// one's stays.
+    /// one's stays. So it is also where a process holds the lock for too long, which may have been stopped.
     pub fn lock(&self, key: &Key) -> Option<Lock> {
         let folder = self.folder()?;
-        let take = || {
-            let (path, file) = lock_file(folder, key)?;
-            match file.lock() {
-                Err(error) if error.kind() != io::ErrorKind::Unsupported => Err(error),
-                _ => Ok(Lock { path, file }),
-            }
-        };
-        take()
+        self.wait_for(folder, key)
             .map_err(|error| self.root.warn_once("writing to", &error))
             .ok()
+    }
+
+    fn wait_for(&self, folder: &Path, key: &Key) -> io::Result<Lock> {
+        let lock = Lock::open(folder, key)?;
+        let [mut pause, longest_pause] = PAUSES;
+        let (begun, mut silent) = (Instant::now(), true);
+        while !entry::take(&lock.file)? {
+            let waited = begun.elapsed();
+            if silent && waited >= self.patience.silent {
+                kiln_log::warn!(
+                    lock = %lock.path.display(),
+                    "another process has been making this entry of the cache for {} s: waiting (if it was \
+                     stopped, continue or end it)",
+                    waited.as_secs()
+                );
+                silent = false;
+            }
+            if waited >= self.patience.longest {
+                kiln_log::warn!(
+                    lock = %lock.path.display(),
+                    "another process has been making this entry of the cache for {} s: it is made here as \
+                     well",
+                    waited.as_secs()
+                );
+                break;
+            }
+            thread::sleep(pause);
+            pause = (pause * 2).min(longest_pause);
+        }
+        Ok(lock)
     }
 
     /// [`Store::lock`] without waiting.
@@ -180,13 +234,9 @@ impl Store {
         let Some(folder) = self.folder() else {
             return Ok(None);
         };
-        let taken = lock_file(folder, key).and_then(|(path, file)| match file.try_lock() {
-            Err(TryLockError::WouldBlock) => Ok(Err(Held)),
-            Err(TryLockError::Error(error)) if error.kind() != io::ErrorKind::Unsupported => Err(error),
-            _ => Ok(Ok(Lock { path, file })),
-        });
+        let taken = Lock::open(folder, key).and_then(|lock| Ok(entry::take(&lock.file)?.then_some(lock)));
         match taken {
-            Ok(taken) => taken.map(Some),
+            Ok(taken) => taken.map(Some).ok_or(Held),
             Err(error) => {
                 self.root.warn_once("writing to", &error);
                 Ok(None)
@@ -238,11 +288,96 @@ impl Store {
     }
 }
 
-/// The file in `folder` whose lock is that of `key`, opened.
-fn lock_file(folder: &Path, key: &Key) -> io::Result<(PathBuf, File)> {
-    fs::create_dir_all(folder)?;
-    let key = key.to_string();
-    let path = Files { folder, key: &key }.lock();
-    let file = File::options().create(true).append(true).open(&path)?;
-    Ok((path, file))
+#[cfg(test)]
+mod tests {
+    use std::fmt;
+    use std::sync::{Arc, Mutex};
+
+    use tracing::field::{Field, Visit};
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
+    use super::*;
+
+    /// Keeps the messages and fields of events.
+    #[derive(Clone, Default)]
+    struct Messages(Arc<Mutex<Vec<String>>>);
+
+    impl Subscriber for Messages {
+        fn enabled(&self, _: &Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            struct Text(String);
+            impl Visit for Text {
+                fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+                    self.0 += &format!("{field}={value:?} ");
+                }
+            }
+            let mut text = Text(String::new());
+            event.record(&mut text);
+            self.0.lock().unwrap().push(text.0);
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
+
+    fn patient(folder: &Path, patience: Duration) -> Store {
+        let mut store = CacheFolder::at(folder, 1 << 20).store("steps", "so");
+        store.patience = Patience {
+            silent: patience,
+            longest: patience,
+        };
+        store
+    }
+
+    /// A lock that its process never gives back, because it was stopped in the middle.
+    #[test]
+    fn a_process_that_was_stopped_is_not_waited_for_without_end() {
+        let folder = tempfile::tempdir().unwrap();
+        let store = patient(folder.path(), Duration::ZERO);
+        let key = Key::of(["step"]);
+        let held = store.lock(&key).unwrap();
+        let messages = Messages::default();
+        let lock = tracing::subscriber::with_default(messages.clone(), || store.lock(&key));
+        // What is made meanwhile is kept: nobody who comes later waits.
+        assert!(lock.is_some());
+        let said = messages.0.lock().unwrap().clone();
+        let name = held.path.to_str().unwrap();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(said.iter().all(|text| text.contains(name)), "{said:?}");
+        assert!(
+            said[0].contains("waiting") && said[1].contains("made here as well"),
+            "{said:?}"
+        );
+        let note = store.note(&key, |_| true, || Ok::<_, ()>("made".to_owned()));
+        assert_eq!(
+            (note, store.noted(&key)),
+            (Ok("made".to_owned()), Some("made".to_owned()))
+        );
+        assert_eq!(store.try_lock(&key).unwrap_err(), Held);
+    }
+
+    #[test]
+    fn who_waits_gets_the_lock_that_is_given_back() {
+        let folder = tempfile::tempdir().unwrap();
+        let key = Key::of(["step"]);
+        let store = patient(folder.path(), Duration::MAX);
+        let held = store.lock(&key).unwrap();
+        let waiting = thread::spawn({
+            let (store, key) = (store.clone(), key);
+            move || store.lock(&key)
+        });
+        assert!(!waiting.is_finished());
+        drop(held);
+        let lock = waiting.join().unwrap();
+        assert_eq!(store.try_lock(&key).unwrap_err(), Held);
+        drop(lock);
+        assert!(matches!(store.try_lock(&key), Ok(Some(_))));
+    }
 }

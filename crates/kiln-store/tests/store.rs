@@ -132,6 +132,54 @@ fn clearing_removes_entries_and_notes_of_every_store() {
     );
 }
 
+/// Killed programs leave files that they were writing, and locks.
+#[test]
+fn what_killed_programs_leave_behind_goes() {
+    let folder = tempfile::tempdir().unwrap();
+    let root = CacheFolder::at(folder.path(), 1 << 20);
+    let store = root.store("steps", "so");
+    let (abandoned, held) = (store.lock(&key("abandoned")), store.lock(&key("held")));
+    drop(abandoned);
+    let file = |name: &str, hours: u64| {
+        let path = store.folder().unwrap().join(name);
+        fs::write(&path, [0; 10]).unwrap();
+        let then = SystemTime::now() - Duration::from_hours(hours);
+        let file = File::options().append(true).open(path).unwrap();
+        file.set_modified(then).unwrap();
+    };
+    file(".writing-old", 25);
+    file(".writing-new", 1);
+    file("old", 25);
+    let names = || {
+        let files = fs::read_dir(store.folder().unwrap()).unwrap();
+        let mut names: Vec<_> = files
+            .map(|file| file.unwrap().file_name().into_string().unwrap())
+            .filter(|name| !name.starts_with(&key("step").to_string()))
+            .collect();
+        names.sort();
+        names
+    };
+    let lock = |name: &str| format!("{}.lock", key(name));
+    // Other processes may be writing now, so storing removes what is old alone.
+    store.put(&key("step"), b"object", "train_step", "");
+    let mut expected = [
+        ".writing-new".into(),
+        "old".into(),
+        lock("abandoned"),
+        lock("held"),
+    ];
+    expected.sort();
+    assert_eq!(names(), expected);
+    let bytes: u64 = root.list().unwrap().iter().map(|listing| listing.bytes()).sum();
+    assert_eq!(root.clear().unwrap(), (1, bytes + 10));
+    let mut expected = ["old".to_string(), lock("held")];
+    expected.sort();
+    assert_eq!(names(), expected);
+    drop(held);
+    root.clear().unwrap();
+    assert_eq!(names(), ["old"]);
+}
+
 #[test]
 fn without_a_folder_nothing_is_kept() {
     let store = Store::disabled();

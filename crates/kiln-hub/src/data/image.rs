@@ -17,6 +17,9 @@ use super::jpeg::is_cut_off;
 use super::loader::{Collate, Dataset};
 use super::rng::Rng;
 
+/// Most pixels a side of a picture that is read.
+const SIDE: usize = 1 << 14;
+
 /// An RGB image: rows from the top, three bytes a pixel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Picture {
@@ -56,8 +59,8 @@ impl Picture {
         reader = reader.with_guessed_format().map_err(|error| error.to_string())?;
         // A few bytes can announce an image that fills the memory.
         let mut limits = image::Limits::default();
-        limits.max_image_width = Some(1 << 14);
-        limits.max_image_height = Some(1 << 14);
+        limits.max_image_width = Some(SIDE as u32);
+        limits.max_image_height = Some(SIDE as u32);
         reader.limits(limits);
         let decoded = reader.decode().map_err(|error| error.to_string())?.into_rgb8();
         let (width, height) = (decoded.width() as usize, decoded.height() as usize);
@@ -112,14 +115,25 @@ impl Picture {
     /// the exact average, rounded.
     ///
     /// # Errors
-    /// [`DataError::Shape`] if either size is 0.
+    /// [`DataError::Shape`] if either size is 0, or if the result has more pixels than a picture that is read
+    /// may have: a strip of one pixel by thousands, scaled until it is as wide as a model wants, fills the
+    /// memory.
     pub fn resize(&self, width: usize, height: usize) -> Result<Self, DataError> {
-        let fail = || DataError::Shape {
+        let refuse = |why: &str| DataError::Shape {
             operation: "resize",
-            reason: format!("from {}x{} to {width}x{height}", self.width, self.height),
+            reason: format!("from {}x{} to {width}x{height}{why}", self.width, self.height),
         };
+        let fail = || refuse("");
         if (width, height) == (self.width, self.height) {
             return Ok(self.clone());
+        }
+        if width
+            .checked_mul(height)
+            .is_none_or(|pixels| pixels > SIDE * SIDE)
+        {
+            return Err(refuse(
+                " pixels: too many for the memory; cut the picture, or remove it",
+            ));
         }
         let size = |n: usize| u32::try_from(n).ok().filter(|&n| n > 0).ok_or_else(fail);
         let (from, to) = (
@@ -226,6 +240,14 @@ impl<S: ImageSource> Images<S> {
     pub fn source(&self) -> &S {
         &self.source
     }
+
+    /// An error of picture `index`, with its file if it has one.
+    fn of_file(&self, index: usize, error: DataError) -> DataError {
+        match self.source.file(index) {
+            Ok(Some((file, _))) => DataError::format(file.path, None, error),
+            _ => error,
+        }
+    }
 }
 
 /// One augmented picture. It stays in bytes until it is written into its batch, a quarter of the memory.
@@ -249,8 +271,9 @@ impl<S: ImageSource> Dataset for Images<S> {
     fn item(&self, index: usize, rng: &mut Rng) -> Result<ImageExample, DataError> {
         let (picture, label) = self.source.picture(index)?;
         check_label(index, label, &self.source)?;
+        let augmented = self.pipeline.augment(picture, rng);
         Ok(ImageExample {
-            picture: self.pipeline.augment(picture, rng)?,
+            picture: augmented.map_err(|error| self.of_file(index, error))?,
             normalisation: self.pipeline.normalisation(),
             label,
         })

@@ -51,8 +51,8 @@ pub(crate) struct Archive {
 /// Modules whose classes and functions make the plain contents of a checkpoint.
 const ORDINARY: [&str; 6] = ["torch", "collections", "numpy", "_codecs", "argparse", "pathlib"];
 
-/// Keys under which training scripts put the weights, tried in this order when the file's top level has no
-/// tensors.
+/// Keys under which training scripts put the weights, beside others at the file's top level. Of these
+/// dictionaries and the top level, the one with the most tensors has the weights; of equals, the first one.
 const NESTED: [&str; 4] = ["state_dict", "model_state_dict", "model", "module"];
 
 /// Tensors that are gathered may have this many times the bytes of their file: a shared storage that is
@@ -308,12 +308,14 @@ fn legacy(bytes: &[u8]) -> Result<Content, String> {
     let (arena, root) = next()?;
     let (keys, keys_root) = next()?;
 
-    // The storages follow in the order of the list of keys, but only the tensors tell their element types.
-    let mut sizes: HashMap<String, usize> = HashMap::new();
-    views(&arena, root, |storage| {
-        sizes.insert(storage.key.clone(), storage.itemsize);
-        Ok(0..0)
-    })?;
+    // A tensor that cannot be read is a better reason than its storage.
+    views(&arena, root, |_| Ok(0..0))?;
+    // The storages follow in the order of the list of keys, those of an optimizer's tensors among them, but
+    // only the references to them tell their element types.
+    let references = arena.references().filter_map(|id| storage(&arena, id).ok());
+    let sizes: HashMap<String, usize> = references
+        .map(|storage| (storage.key, storage.itemsize))
+        .collect();
     let mut ranges = HashMap::new();
     for &key in keys
         .items(keys_root)
@@ -322,7 +324,7 @@ fn legacy(bytes: &[u8]) -> Result<Content, String> {
         let key = keys.text(key).ok_or("a storage's key is not text")?;
         let size = *sizes
             .get(key)
-            .ok_or_else(|| format!("storage {key} belongs to no tensor"))?;
+            .ok_or_else(|| format!("storage {key} belongs to no tensor of a known element type"))?;
         let count = bytes
             .get(at..at + 8)
             .and_then(|b| b.try_into().ok())
@@ -367,25 +369,31 @@ fn views(
     mut range: impl FnMut(&Storage) -> Result<Range<usize>, String>,
 ) -> Result<Views, String> {
     let candidates = std::iter::once(Some(root)).chain(NESTED.iter().map(|key| entry(arena, root, key)));
+    let mut weights: (usize, &[(Id, Id)]) = (0, &[]);
     for candidate in candidates.flatten() {
         let Node::Dict(entries) = arena.get(candidate) else {
             continue;
         };
-        let mut found = Views::new();
-        for &(key, value) in entries {
-            let Some(name) = arena.text(key) else { continue };
-            if name.len() > LONGEST_KEY {
-                return Err(format!("a key of {} bytes, more than {LONGEST_KEY}", name.len()));
-            }
-            if let Some(tensor) = tensor(arena, value) {
-                let (storage, mut view) = tensor.map_err(|reason| format!("tensor `{name}`: {reason}"))?;
-                view.storage = range(&storage)?;
-                found.insert(name.to_string(), view);
-            }
+        let named = |&&(key, value): &&(Id, Id)| arena.text(key).is_some() && tensor(arena, value).is_some();
+        let count = entries.iter().filter(named).count();
+        if count > weights.0 {
+            weights = (count, entries);
         }
-        if !found.is_empty() {
-            return Ok(found);
+    }
+    let mut found = Views::new();
+    for &(key, value) in weights.1 {
+        let Some(name) = arena.text(key) else { continue };
+        if name.len() > LONGEST_KEY {
+            return Err(format!("a key of {} bytes, more than {LONGEST_KEY}", name.len()));
         }
+        if let Some(tensor) = tensor(arena, value) {
+            let (storage, mut view) = tensor.map_err(|reason| format!("tensor `{name}`: {reason}"))?;
+            view.storage = range(&storage)?;
+            found.insert(name.to_string(), view);
+        }
+    }
+    if !found.is_empty() {
+        return Ok(found);
     }
     Err(format!(
         "it has no tensors at its top level or under {}; save model.state_dict(), not the model",

@@ -64,6 +64,12 @@ impl Arena {
         })
     }
 
+    /// References to something outside of the pickle.
+    pub fn references(&self) -> impl Iterator<Item = Id> {
+        let numbered = (0..).map(Id).zip(&self.nodes);
+        numbered.filter_map(|(id, node)| matches!(node, Node::Persistent(_)).then_some(id))
+    }
+
     fn add(&mut self, node: Node) -> Result<Id, PickleError> {
         let held = match &node {
             Node::Bytes(bytes) => bytes.len(),

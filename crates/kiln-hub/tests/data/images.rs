@@ -33,6 +33,25 @@ fn a_jpeg_that_ends_early_is_an_error() {
     }
 }
 
+/// Scaled until it is 256 pixels wide it would take 3 GB.
+#[test]
+fn a_strip_that_would_fill_the_memory_is_an_error() {
+    let folder = tempfile::tempdir().unwrap();
+    write(
+        folder.path(),
+        "a/strip.png",
+        png(1, 16_000, |_, y| [y as u8, 0, 0]),
+    );
+    write(folder.path(), "b/0.png", png(9, 9, |_, _| [7; 3]));
+    let source = ImageFolder::open(folder.path()).unwrap();
+    let seen = Images::new(source, Pipeline::imagenet_evaluation(224));
+    let error = seen.item(0, &mut Rng::at(&[1])).unwrap_err().to_string();
+    for part in ["strip.png", "1x16000", "256x4096000", "remove it"] {
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(seen.item(1, &mut Rng::at(&[1])).unwrap().picture.width, 224);
+}
+
 #[test]
 fn encoded_batches_are_those_of_the_host() {
     let folder = tempfile::tempdir().unwrap();

@@ -1,7 +1,10 @@
 //! Loading fills exactly what it should, saving writes what loading reads, and a misfit is reported whole.
 
 use crate::common::*;
-use burn_tensor::{DType, Tensor};
+use burn_core as burn;
+use burn_core::module::{Module, Param, ParamId};
+use burn_tensor::backend::Backend;
+use burn_tensor::{DType, Int, Tensor, TensorData};
 use half::{bf16, f16};
 use kiln_hub::*;
 use safetensors::tensor::TensorView;
@@ -425,6 +428,103 @@ fn saving_refuses_bad_configs_before_it_touches_the_folder() {
     let result = save_pretrained::<B, _>(&net(), short, None, &target);
     assert!(matches!(result, Err(HubError::Keys(_))));
     assert!(!target.exists());
+}
+
+/// Integers of several types, as Kiln holds them. Burn reads all of them as i32.
+#[derive(Module, Debug)]
+struct Ints<B: Backend> {
+    long: Param<Tensor<B, 2, Int>>,
+    byte: Param<Tensor<B, 1, Int>>,
+    int: Param<Tensor<B, 1, Int>>,
+}
+
+impl<B: Backend> Ints<B> {
+    fn new(device: &B::Device, long: [[i64; 3]; 2]) -> Self {
+        let vector = |values: [i64; 3], dtype| {
+            Param::initialized(ParamId::new(), Tensor::from_data(values, (device, dtype)))
+        };
+        Self {
+            long: Param::initialized(ParamId::new(), Tensor::from_data(long, (device, DType::I64))),
+            byte: vector([0, 7, 255], DType::U8),
+            int: vector([-1, 0, i32::MAX.into()], DType::I32),
+        }
+    }
+}
+
+fn integers_keep_their_type<B: Backend>(device: &B::Device) {
+    let folder = tempfile::tempdir().unwrap();
+    let values = [[1, -2, 3], [i32::MIN.into(), 0, i32::MAX.into()]];
+    let model = Ints::<B>::new(device, values);
+    let mut map = KeyMap::identity(&model);
+    map.rules
+        .iter_mut()
+        .find(|rule| rule.param == "long")
+        .unwrap()
+        .transform = Transform::Transpose;
+    save_pretrained(&model, &map, None, folder.path()).unwrap();
+    let saved = Checkpoint::open(folder.path()).unwrap();
+    let stored = |name| {
+        let StoredTensor { dtype, shape } = saved.stored(name).unwrap();
+        (
+            dtype,
+            shape,
+            saved.tensor(name).unwrap().iter::<i64>().collect::<Vec<_>>(),
+        )
+    };
+    let transposed = [1, i32::MIN.into(), -2, 0, 3, i32::MAX.into()];
+    assert_eq!(stored("long"), (Dtype::I64, vec![3, 2], transposed.to_vec()));
+    assert_eq!(stored("byte"), (Dtype::U8, vec![3], vec![0, 7, 255]));
+    assert_eq!(stored("int"), (Dtype::I32, vec![3], vec![-1, 0, i32::MAX.into()]));
+
+    let back = load_into(Ints::<B>::new(device, [[0; 3]; 2]), &saved, &map).unwrap();
+    let types = [
+        back.long.val().dtype(),
+        back.byte.val().dtype(),
+        back.int.val().dtype(),
+    ];
+    assert_eq!(types, [DType::I64, DType::U8, DType::I32]);
+    let read = |data: TensorData| data.iter::<i64>().collect::<Vec<_>>();
+    assert_eq!(read(back.long.val().to_data()), values.concat());
+    assert_eq!(read(back.byte.val().to_data()), [0, 7, 255]);
+}
+
+#[test]
+fn integers_keep_their_type_and_every_file_can_be_read() {
+    integers_keep_their_type::<B>(&Default::default());
+    integers_keep_their_type::<kiln_burn::Kiln>(&kiln_burn::KilnDevice::cpu());
+}
+
+#[test]
+fn integers_that_no_type_on_the_way_has_are_errors() {
+    use kiln_burn::{Kiln, KilnDevice};
+    let folder = tempfile::tempdir().unwrap();
+    for far in [i64::from(i32::MAX) + 1, i64::from(i32::MIN) - 1] {
+        let model = Ints::<Kiln>::new(&KilnDevice::cpu(), [[1, 2, far], [0; 3]]);
+        let path = folder.path().join("kiln.safetensors");
+        let map = KeyMap::identity(&model);
+        let error = save_safetensors(&model, map, &path, &SaveOptions::new()).unwrap_err();
+        assert!(
+            matches!(&error, HubError::DType { name, .. } if name == "long"),
+            "{error}"
+        );
+        assert!(!path.exists());
+
+        // This backend hands them out, and a parameter of a smaller type does not take them.
+        let model = Ints::<B>::new(&Default::default(), [[1, 2, far], [0; 3]]);
+        let path = folder.path().join("flex.safetensors");
+        let map = KeyMap::identity(&model);
+        save_safetensors(&model, &map, &path, &SaveOptions::new()).unwrap();
+        let saved = Checkpoint::open(&path).unwrap();
+        let mut narrow = Ints::<B>::new(&Default::default(), [[0; 3]; 2]);
+        narrow.long = narrow.long.map(|tensor| tensor.cast(DType::I32));
+        let error = load_into(narrow, &saved, &map).unwrap_err();
+        assert!(
+            matches!(&error, HubError::DType { name, .. } if name == "long"),
+            "{error}"
+        );
+        let back = load_into(Ints::<B>::new(&Default::default(), [[0; 3]; 2]), &saved, &map).unwrap();
+        assert_eq!(back.long.val().to_data().to_vec::<i64>().unwrap()[2], far);
+    }
 }
 
 /// Burn reads all floats of Kiln's tensors as f32.

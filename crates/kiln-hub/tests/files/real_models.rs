@@ -50,9 +50,18 @@ fn code_in_an_archive_is_named_and_never_run() {
     assert!(plain.code().is_empty());
 }
 
+/// PyTorch's archives: both forms, and checkpoints with weights in `state_dict`, one of them beside another
+/// tensor and an optimizer's.
+const ARCHIVES: [&str; 4] = [
+    "state_zip.bin",
+    "state_nested_bf16.bin",
+    "state_legacy.bin",
+    "state_checkpoint_legacy.bin",
+];
+
 #[test]
-fn all_three_forms_of_pytorch_archives() {
-    for name in ["state_zip.bin", "state_nested_bf16.bin", "state_legacy.bin"] {
+fn all_forms_of_pytorch_archives() {
+    for name in ARCHIVES {
         let checkpoint = Checkpoint::open(fixture(name)).unwrap();
         let names: Vec<&str> = checkpoint.names().collect();
         let mut expected: Vec<&str> = TORCH_SHAPES.iter().map(|(name, _)| *name).collect();
@@ -114,7 +123,7 @@ fn archives_in_shards() {
 fn cut_archives_are_errors_at_every_length() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pytorch_model.bin");
-    for name in ["state_zip.bin", "state_nested_bf16.bin", "state_legacy.bin"] {
+    for name in ARCHIVES {
         let bytes = std::fs::read(fixture(name)).unwrap();
         for length in (0..bytes.len()).step_by(97) {
             std::fs::write(&path, &bytes[..length]).unwrap();
