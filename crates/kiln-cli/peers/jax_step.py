@@ -1,8 +1,9 @@
 """One training step in JAX, timed like `kiln bench`: loss, gradient and AdamW in one jitted function.
 
-    jax_step.py [--mode jit] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--autocast bf16|f16]
+    jax_step.py [--mode jit] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--tf32] [--autocast bf16|f16]
 
-With `--autocast` the model computes with parameters and images rounded to 16 bits; gradients, loss and optimizer are f32. Prints one JSON object whose fields are those of `kiln bench --json`.
+With `--autocast` the model computes with parameters and images rounded to 16 bits; gradients, loss and optimizer are f32. On a GPU products and convolutions of
+f32 may use TF32 with `--tf32` alone. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
 
 import argparse
@@ -54,9 +55,13 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--infer", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--autocast", choices=("bf16", "f16"))
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", arguments.device)
+    # By itself JAX lets products of f32 use TF32 on a GPU. Those of 16 bits have no such choice.
+    if arguments.device == "cuda" and arguments.autocast is None and not arguments.tf32:
+        jax.config.update("jax_default_matmul_precision", "float32")
     dtype = {"bf16": jnp.bfloat16, "f16": jnp.float16, None: jnp.float32}[arguments.autocast]
 
     def rounded(values):

@@ -1,9 +1,9 @@
 """One training step in PyTorch, timed like `kiln bench`.
 
-    torch_step.py [--mode eager|compile|overhead] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--autocast bf16|f16]
+    torch_step.py [--mode eager|compile|overhead] MODEL [--batch N] [--seq N] [--size N] [--steps N] [--infer] [--device cpu|cuda] [--tf32] [--autocast bf16|f16]
 
 The models are those of `kiln bench` with the same sizes; image classifiers need torchvision (and timm for `vit_small`), BERT needs
-transformers. On a GPU products and convolutions may use TF32, as `kiln bench --tf32` does, and `overhead` is torch.compile with CUDA graphs. `--autocast` is
+transformers. With `--tf32` products and convolutions on a GPU may use TF32, as `kiln bench --tf32` lets them; `overhead` is torch.compile with CUDA graphs. `--autocast` is
 torch.autocast around the forward pass. Under torchrun the ranks train together with DistributedDataParallel, each on --batch examples, and rank 0
 prints. Prints one JSON object whose fields are those of `kiln bench --json`.
 """
@@ -165,6 +165,7 @@ def main():
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--infer", action="store_true")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--autocast", choices=("bf16", "f16"))
     arguments = parser.parse_args()
 
@@ -176,8 +177,8 @@ def main():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.distributed.init_process_group("nccl" if on_gpu else "gloo")
     if on_gpu:
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+        torch.backends.cuda.matmul.allow_tf32 = arguments.tf32
+        torch.backends.cudnn.allow_tf32 = arguments.tf32
         torch.backends.cudnn.benchmark = True
     # Compiled code would make its tensors on the CPU, which a default device that stays does not change.
     with torch.device(arguments.device):

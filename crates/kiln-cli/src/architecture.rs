@@ -135,7 +135,20 @@ impl Architecture {
             )))
         };
         match self {
-            Self::Llama(sizes) => tokens(sizes.vocab_size),
+            Self::Llama(sizes) => {
+                tokens(sizes.vocab_size)?;
+                // Positions are computed, not looked up: any length runs.
+                if let Some(most) = sizes.max_positions()
+                    && config.data.length > most
+                {
+                    kiln_log::warn!(
+                        "data.length is {} tokens, but the model is made for texts of up to {most} \
+                         (`max_position_embeddings`): it has not learned positions beyond",
+                        config.data.length
+                    );
+                }
+                Ok(())
+            }
             Self::Bert(sizes) => {
                 tokens(sizes.vocab_size)?;
                 classes(sizes.num_labels)?;

@@ -47,6 +47,15 @@ pub fn autocast_name(dtype: DType) -> &'static str {
 /// How parameters are stored, as an argument with a default.
 pub type WeightsArgument = Option<Weights>;
 
+/// The name that [`parse_weights`] takes.
+pub fn weights_name(weights: WeightsArgument) -> String {
+    let Some(weights) = weights else {
+        return "f32".to_owned();
+    };
+    let master = if weights.has_master() { "+master" } else { "" };
+    format!("{}{master}", autocast_name(weights.dtype()))
+}
+
 /// The name of a device, as it was written: `cuda` is not yet one of several GPUs.
 ///
 /// # Errors
@@ -247,14 +256,14 @@ pub struct BenchArguments {
     /// image classifier such as resnet18
     #[arg(required_unless_present = "table")]
     pub model: Option<String>,
-    /// Examples in a batch
-    #[arg(long, default_value_t = 8)]
+    /// Examples in a batch; each row of the table has sizes of its own
+    #[arg(long, default_value_t = 8, conflicts_with = "table")]
     pub batch: usize,
-    /// Tokens in an example of a language model
-    #[arg(long, default_value_t = 128)]
+    /// Tokens in an example of a language model; not for the table
+    #[arg(long, default_value_t = 128, conflicts_with = "table")]
     pub seq: usize,
-    /// Pixels a side of an image
-    #[arg(long, default_value_t = 224)]
+    /// Pixels a side of an image; not for the table
+    #[arg(long, default_value_t = 224, conflicts_with = "table")]
     pub size: usize,
     /// Timed steps
     #[arg(long, default_value_t = 10)]
@@ -268,17 +277,26 @@ pub struct BenchArguments {
     /// Most bytes of intermediate values, such as 200000000
     #[arg(long, value_name = "BYTES")]
     pub memory_budget: Option<usize>,
-    /// Let products of f32 on a GPU round their operands to 10 bits of fraction
+    /// Let products of f32 on a GPU round their operands to 10 bits of fraction, those of the table's other
+    /// programs too
     #[arg(long)]
     pub tf32: bool,
     /// Mixed precision: let products, convolutions and attention read bf16 or f16
     #[arg(long, value_name = "TYPE", value_parser = parse_autocast)]
     pub autocast: Option<DType>,
-    /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = parse_weights)]
+    /// Store parameters as bf16, f16, bf16+master or f16+master; with a master the update is that of f32. Not
+    /// for a forward pass alone
+    #[arg(
+        long,
+        value_name = "TYPE",
+        default_value = "f32",
+        value_parser = parse_weights,
+        conflicts_with = "infer"
+    )]
     pub weights: WeightsArgument,
-    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does
-    #[arg(long)]
+    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does;
+    /// not for the table, nor for a forward pass alone
+    #[arg(long, conflicts_with_all = ["table", "infer"])]
     pub sharded: bool,
     /// Time the forward pass alone
     #[arg(long)]
@@ -336,8 +354,8 @@ pub struct ExplainArguments {
     /// Print the recorded graph too
     #[arg(long)]
     pub graph: bool,
-    /// Print JSON instead of sentences
-    #[arg(long)]
+    /// Print JSON instead of sentences; the graph and the memory curve are no part of it
+    #[arg(long, conflicts_with_all = ["graph", "memory_curve"])]
     pub json: bool,
     /// Write a page for the browser: memory over the step, the graph with its kernels, tables
     #[arg(long, value_name = "FILE")]
@@ -375,7 +393,7 @@ pub struct ExplainArguments {
     /// link
     #[arg(long, value_name = "MB")]
     pub bucket_mb: Option<f64>,
-    /// Threads of the step; by default one for each core
+    /// Threads of the step; by default one for each core, which ranks of one machine divide
     #[arg(long, default_value_t = 0)]
     pub threads: usize,
     /// Time the step under several memory budgets, print the trade and draw it
@@ -400,5 +418,54 @@ mod tests {
         assert_eq!(device("cuda").unwrap().as_deref(), Some("cuda"));
         assert_eq!(device("cuda:1").unwrap().as_deref(), Some("cuda:1"));
         assert!(device("cuda:one").unwrap_err().to_string().contains("cuda:one"));
+    }
+
+    /// An option that would be passed over is an error.
+    #[test]
+    fn options_that_do_not_go_together_are_refused() {
+        let refused = |words: &str| {
+            let words = words.split(' ');
+            Arguments::try_parse_from(words)
+                .err()
+                .map(|error| error.to_string())
+        };
+        let table =
+            "kiln bench --table --rounds 1 --steps 2 --peers torch-eager --device cuda --autocast bf16";
+        assert_eq!(refused(table), None);
+        assert_eq!(
+            refused("kiln bench --table --tf32 --weights bf16 --memory-budget 1"),
+            None
+        );
+        assert_eq!(refused("kiln bench mlp --batch 8 --weights bf16 --sharded"), None);
+        assert_eq!(refused("kiln bench mlp --batch 8 --infer"), None);
+        assert_eq!(refused("kiln explain --model mlp --json --html page.html"), None);
+        for (words, option, other) in [
+            ("kiln bench --table --batch 8", "--batch", "--table"),
+            ("kiln bench --table --seq 8", "--seq", "--table"),
+            ("kiln bench --table --size 8", "--size", "--table"),
+            ("kiln bench --table --sharded", "--sharded", "--table"),
+            ("kiln bench mlp --infer --sharded", "--infer", "--sharded"),
+            ("kiln bench mlp --infer --weights bf16", "--infer", "--weights"),
+            ("kiln explain --model mlp --json --graph", "--json", "--graph"),
+            (
+                "kiln explain --model mlp --json --memory-curve f.svg",
+                "--json",
+                "--memory-curve",
+            ),
+        ] {
+            let error = refused(words).unwrap_or_default();
+            assert!(
+                error.contains(option) && error.contains(other),
+                "{words}: {error}"
+            );
+            assert!(error.contains("cannot be used with"), "{words}: {error}");
+        }
+    }
+
+    #[test]
+    fn names_of_weights_are_read_back() {
+        for name in ["f32", "bf16", "f16", "bf16+master", "f16+master"] {
+            assert_eq!(weights_name(parse_weights(name).unwrap()), name);
+        }
     }
 }

@@ -62,7 +62,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
     let start = |options: CompileOptions| -> Result<Box<dyn Trainer>, CliError> {
         let model = architecture.init::<TrainBackend>(&device)?;
         initialise(&model);
-        let (model, _) = freeze(model, &frozen);
+        let model = freeze(model, &frozen)?;
         let mut trainer = build_trainer(
             model,
             &optimizer,
@@ -116,6 +116,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
         std::fs::write(path, explain.to_html()).map_err(CliError::io("write", path))?;
         show::note(format_args!("open {} in a browser", path.display()));
     }
+    // Neither the graph nor the memory curve can be asked for with it.
     if arguments.json {
         show::line(explain.to_json());
         return Ok(());
@@ -133,10 +134,7 @@ pub fn command(arguments: &ExplainArguments) -> Result<(), CliError> {
             let mut trainer = start(options)?;
             memory::seconds(|| trainer.step(RATE, batches.clone())?.read().map(drop))
         };
-        let eager = match batches.first() {
-            Some(batch) => memory::kept_by_autograd(&architecture, batch.clone(), &device)?,
-            None => 0,
-        };
+        let eager = memory::kept_by_autograd(&architecture, batches.clone(), &device)?;
         memory::curve(path, &report, &options, eager, time)?;
     }
     Ok(())
@@ -323,9 +321,7 @@ fn speed(report: &RegionReport, world: &World) -> f64 {
     else {
         return 1.0;
     };
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let own = (cores / world.local_size()).max(1);
-    match step.threads < own {
+    match step.threads < world.threads() {
         true => 1.0,
         false => step.threads as f64 / (step.threads as f64 + 1.0),
     }

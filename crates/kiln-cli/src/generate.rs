@@ -6,7 +6,7 @@ use std::path::Path;
 use burn::module::Module;
 use kiln::Kiln;
 use kiln_hub::{Checkpoint, Config, HubError, Tokenizer};
-use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig, RopeScaling};
+use kiln_models::llama::{GenerateConfig, Llama, LlamaConfig};
 
 use crate::architecture::Architecture;
 use crate::args::GenerateArguments;
@@ -138,12 +138,10 @@ fn check_prompt(prompt: &str, sizes: &LlamaConfig, tokenizer: &Tokenizer) -> Res
             format!("{reason}, or set sample.tokens = 0 to print no text at the end"),
         ))
     };
-    // Dynamic scaling stretches the positions as far as a text goes, see `Llama::max_positions`.
-    let has_limit = !matches!(sizes.rope_scaling, RopeScaling::Dynamic { .. });
-    let most = sizes.max_position_embeddings;
+    let most = sizes.max_positions().unwrap_or(usize::MAX);
     match tokenizer.encode(prompt, true)?.len() {
         0 => refuse("it has no token: give the beginning of a text".to_owned()),
-        tokens if has_limit && tokens > most => refuse(format!(
+        tokens if tokens > most => refuse(format!(
             "it has {tokens} tokens, but the model's longest text has {most}: shorten it"
         )),
         _ => Ok(()),
@@ -228,6 +226,7 @@ mod tests {
     use kiln::KilnDevice;
     use kiln_hub::save_pretrained;
     use kiln_models::keys::Pretrained;
+    use kiln_models::llama::RopeScaling;
 
     #[test]
     fn a_text_ends_as_the_tokenizer_says_where_the_checkpoint_does_not() {

@@ -44,23 +44,24 @@ struct Measured {
     seconds: f64,
 }
 
-/// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass: all tensors
-/// that exist then besides model and batch.
+/// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass over all batches
+/// of a step: all tensors that exist then besides model and batches, which the caller keeps. The compiled step
+/// holds what it keeps of all batches together, too.
 ///
 /// # Errors
 ///
 /// If the model cannot be built.
 pub fn kept_by_autograd(
     architecture: &Architecture,
-    batch: Batch<TrainBackend>,
+    batches: Vec<Batch<TrainBackend>>,
     device: &KilnDevice,
 ) -> Result<usize, CliError> {
     let model = architecture.init::<TrainBackend>(device)?;
     initialise(&model);
     let before = table::bytes();
-    let loss = model.loss(batch);
-    let kept = table::bytes() - before;
-    drop(loss);
+    let losses: Vec<_> = batches.into_iter().map(|batch| model.loss(batch)).collect();
+    let kept = table::bytes().saturating_sub(before);
+    drop(losses);
     Ok(kept)
 }
 

@@ -237,9 +237,12 @@ fn variants<B: Backend>(model: &Model<B>) -> usize {
     if matches!(model, Model::Vision(_)) { 2 } else { 1 }
 }
 
-/// Stops the training of parameters whose path begins with one of `prefixes`. Returns the model and how many
-/// parameters that are.
-pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Model<B>, usize) {
+/// Stops the training of parameters whose path begins with one of `prefixes`.
+///
+/// # Errors
+///
+/// [`CliError::Config`] if there are prefixes, and no path begins with one of them.
+pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> Result<Model<B>, CliError> {
     struct Freeze<'a> {
         prefixes: &'a [String],
         names: Vec<String>,
@@ -276,7 +279,14 @@ pub fn freeze<B: AutodiffBackend>(model: Model<B>, prefixes: &[String]) -> (Mode
         frozen: 0,
     };
     let model = model.map(&mut mapper);
-    (model, mapper.frozen)
+    if mapper.frozen == 0 && !prefixes.is_empty() {
+        return Err(CliError::config(
+            "model.freeze",
+            "no parameter has a path that begins with one of these; a path is that of kiln-models, such as \
+             bert.encoder.layer.0",
+        ));
+    }
+    Ok(model)
 }
 
 /// The model without autodiff and in evaluation mode, with parameters of f32.

@@ -870,6 +870,45 @@ fn a_text_that_cannot_be_printed_is_noticed_before_or_is_no_failure() {
     assert_eq!(place.checkpoints("run"), ["step-00000001"]);
 }
 
+/// A run that ended before its first step does not keep the corrected command out of its folder.
+#[test]
+fn a_command_may_be_corrected_before_its_first_step() {
+    let place = new_place();
+    let train = |more: &[&str]| {
+        let train = ["train", "--config", "small.toml", "--steps", "1", "--out", "run"];
+        [&train[..], more].concat().join(" ")
+    };
+    let long = format!("sample.prompt={}", "a".repeat(300));
+    for (more, expected) in [
+        (&["--weights", "bf8"][..], "`bf8`"),
+        (&["--set", "model.freeze=[\"nowhere\"]"], "model.freeze"),
+        (
+            &[
+                "--set",
+                "data.tokenizer=bpe",
+                "--set",
+                "data.vocabulary=300",
+                "--set",
+                &long,
+            ],
+            "tokens",
+        ),
+    ] {
+        let command = train(more);
+        let error = place.fails(&command.split(' ').collect::<Vec<_>>());
+        assert!(error.contains(expected) && !error.contains("--resume"), "{error}");
+    }
+    // Of another tokenizer than the data that was prepared.
+    let command = train(&[]);
+    let command: Vec<&str> = command.split(' ').collect();
+    place.ok(&command);
+    assert_eq!(place.losses("run").len(), 1);
+    let config = std::fs::read_to_string(place.path("run/config.toml")).unwrap();
+    assert!(config.contains("tokenizer = \"bytes\""), "{config}");
+    let error = place.fails(&command);
+    assert!(error.contains("already holds a run"), "{error}");
+}
+
 #[test]
 fn a_checkpoint_that_lies_elsewhere_is_written_again() {
     let place = new_place();
@@ -1210,7 +1249,12 @@ fn classifiers_train_and_are_evaluated() {
          [optimizer]\nname = \"sgd\"\n[schedule]\nrate = 1e-2\n[train]\nsteps = 3\nbatch_size = 4\nbackend = \"aot_eager\"\n",
     );
     place.ok(&["train", "--config", "shapes.toml", "--out", "shapes"]);
-    assert!(place.ok(&["eval", "--run", "shapes"]).contains("accuracy"));
+    let [text, said] = place.both(&["eval", "--run", "shapes"]);
+    assert!(text.contains("accuracy"), "{text}");
+    assert!(
+        !said.contains("not known"),
+        "its config.json is Kiln's own: {said}"
+    );
     let error = place.fails(&["train", "--resume", "shapes", "--set", "data.examples=64"]);
     assert!(
         error.contains("data.examples is 32") && error.contains("leave it at 32"),
@@ -1345,6 +1389,16 @@ fn explain_follows_the_config() {
     // An argument is asked for by hand.
     let text = explain(&["half.toml", "--autocast", "f16", "--weights", "f32"]);
     assert!(text.contains("f16[") && !text.contains("bf16["), "{text}");
+    // What `train` refuses is refused.
+    place.write(
+        "frozen.toml",
+        &config.replace("[data]", "freeze = [\"layer.0\"]\n[data]"),
+    );
+    let error = place.fails(&["explain", "--config", "frozen.toml"]);
+    assert!(
+        error.contains("model.freeze") && error.contains("no parameter"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -26,6 +26,7 @@ use kiln_graph::{CollectiveKind, DType};
 use kiln_profile::Category;
 
 use crate::alive::{self, Process};
+use crate::cpus::{self, Cpus};
 use crate::error::{END, Error};
 use crate::link::is_small;
 use crate::mpi::{Failure, Functions, Request};
@@ -274,13 +275,17 @@ impl Engine {
         }
     }
 
-    /// Tells the other ranks the own process, and hears theirs.
+    /// Tells the other ranks the own process and the CPUs that it may use, and hears theirs. Returns the CPUs
+    /// of all ranks.
     ///
     /// # Errors
     /// As a collective. The engine is of no use then.
-    pub(crate) fn introduce(mut self, timeout: Duration) -> Result<Self, Error> {
-        let own = Process::own().told();
-        let mut all = vec![[0; alive::BYTES]; self.size];
+    pub(crate) fn introduce(mut self, cpus: &Cpus, timeout: Duration) -> Result<(Self, Vec<Cpus>), Error> {
+        const BYTES: usize = alive::BYTES + cpus::BYTES;
+        let mut own = [0; BYTES];
+        own[..alive::BYTES].copy_from_slice(&Process::own().told());
+        own[alive::BYTES..].copy_from_slice(&cpus.told());
+        let mut all = vec![[0; BYTES]; self.size];
         let order = Order {
             task: Task {
                 what: What::Collective(CollectiveKind::AllGather, false, 0),
@@ -300,10 +305,16 @@ impl Engine {
             std::mem::forget(Box::new(own));
             return Err(error);
         }
-        self.processes = all.iter().map(Process::heard).collect();
+        let mut cpus = Vec::with_capacity(self.size);
+        for told in &all {
+            if let (Some(process), Some(own)) = (told.first_chunk(), told.last_chunk()) {
+                self.processes.push(Process::heard(process));
+                cpus.push(Cpus::heard(own));
+            }
+        }
         // The program's collectives are counted from its first one.
         self.number = 0;
-        Ok(self)
+        Ok((self, cpus))
     }
 
     /// Leaves behind what MPI may still have the addresses of.

@@ -23,12 +23,15 @@
 //! - [`nccl`] is NCCL's table, and a GPU among those of all ranks; what queues its collectives is in kiln-cuda.
 //! - Nothing here speaks to a network but `rendezvous`: facts and NCCL's id of ranks that `torchrun` started.
 //! - [`Link`] says how long a collective takes, from two numbers that [`World::link`] measures once.
+//! - [`World::threads`] is a rank's share of the CPUs that it may use: ranks tell each other theirs when they
+//!   are connected (`cpus.rs`).
 //! - [`imagine`] gives a world of one process that computes as one of several ranks, for what is predicted.
 //! - Knows buffers and element types; no graph, no tensors, no Burn.
 
 mod agree;
 mod alive;
 mod carried;
+mod cpus;
 mod engine;
 mod environment;
 mod error;

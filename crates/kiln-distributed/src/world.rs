@@ -9,6 +9,7 @@ use kiln_graph::{CollectiveKind, DType};
 
 use crate::agree::{self, Fact};
 use crate::carried::{Carried, Carrier, Carriers};
+use crate::cpus::{self, Cpus};
 use crate::engine::{Done, Engine, Order, PATIENCE, Rate, StepTag, Task, What};
 use crate::environment::{Launcher, Place};
 use crate::error::Error;
@@ -55,6 +56,8 @@ struct Inner {
     place: Place,
     timeout: Duration,
     library: Option<String>,
+    /// This rank's share of the CPUs that it may use.
+    threads: usize,
     /// None where there is one process.
     orders: Option<Mutex<Sender<Order>>>,
     /// What moves large operands where no MPI does.
@@ -147,6 +150,7 @@ impl Inner {
             place,
             timeout,
             library: None,
+            threads: cpus::share(&[], place.rank, cpus::allowed(), place.local_size),
             orders: None,
             carriers: Carriers::default(),
             link: OnceLock::new(),
@@ -173,6 +177,7 @@ fn connect(place: Place, mut options: Options) -> Result<Arc<Inner>, Error> {
     let (named, timeout) = (options.library.clone(), options.timeout);
     let (orders, incoming) = channel();
     let (told, connected) = channel();
+    let cpus = Cpus::own();
     let thread = std::thread::Builder::new().name("kiln ranks".into());
     let spawned = thread.spawn(move || {
         // MPI counts the thread that connects as the one that makes all calls.
@@ -197,11 +202,11 @@ fn connect(place: Place, mut options: Options) -> Result<Arc<Inner>, Error> {
         });
         let introduced = loaded.and_then(|(functions, library)| {
             let engine = Engine::new(functions, place.rank, place.size);
-            Ok((engine.introduce(timeout.max(LONGEST_START))?, library))
+            Ok((engine.introduce(&cpus, timeout.max(LONGEST_START))?, library))
         });
         match introduced {
-            Ok((engine, library)) => {
-                let _ = told.send(Ok(library));
+            Ok(((engine, all), library)) => {
+                let _ = told.send(Ok((library, all)));
                 engine.run(&incoming);
             }
             Err(error) => {
@@ -210,8 +215,8 @@ fn connect(place: Place, mut options: Options) -> Result<Arc<Inner>, Error> {
         }
     });
     spawned.map_err(|error| Error::Broken(format!("no thread for them could be started: {error}")))?;
-    let library = connected.recv_timeout(2 * timeout.max(LONGEST_START));
-    let library = library.map_err(|_| Error::Start {
+    let introduced = connected.recv_timeout(2 * timeout.max(LONGEST_START));
+    let (library, all) = introduced.map_err(|_| Error::Start {
         rank: place.rank,
         size: place.size,
         waited: 2 * timeout.max(LONGEST_START),
@@ -220,6 +225,7 @@ fn connect(place: Place, mut options: Options) -> Result<Arc<Inner>, Error> {
     tracing::info!(target: "kiln", rank = place.rank, size = place.size, library, "ranks are connected");
     let mut connected = alone(place);
     connected.library = Some(library);
+    connected.threads = cpus::share(&all, place.rank, cpus::allowed(), place.local_size);
     connected.orders = Some(Mutex::new(orders));
     Ok(Arc::new(connected))
 }
@@ -321,6 +327,14 @@ impl World {
     /// How many ranks share its machine.
     pub fn local_size(&self) -> usize {
         self.inner.place.local_size
+    }
+
+    /// How many threads this rank should compute with: its share of the CPUs that it may use. Ranks that the
+    /// launcher bound to the same CPUs share them, and so do all ranks of a machine where it bound none; a rank
+    /// with CPUs of its own has all of these. Ranks that `torchrun` started, which compute on GPUs, share those of
+    /// their machine.
+    pub fn threads(&self) -> usize {
+        self.inner.threads
     }
 
     /// Whether this is rank 0, which logs and saves.

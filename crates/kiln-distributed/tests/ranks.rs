@@ -80,6 +80,7 @@ fn a_part() {
         "link" => link(&init().expect("the ranks are connected")),
         "agreement" => agreement(&init().expect("the ranks are connected")),
         "imagined" => imagined(),
+        "threads" => threads(&init().expect("the ranks are connected")),
         "lateness" => lateness(),
         "hang" => hang(),
         "death" => death(),
@@ -99,6 +100,12 @@ fn operand(dtype: DType, count: usize, rank: usize) -> HostTensor {
         true => HostTensor::from_floats(dtype, [count], (0..count).map(|i| number(i) as f64 / 8.0)),
         false => HostTensor::from_ints(dtype, [count], (0..count).map(|i| number(i) % 2)),
     }
+}
+
+/// Nobody bound the ranks: they share all CPUs that there are for them.
+fn threads(world: &World) {
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    assert_eq!(world.threads(), (allowed / world.size()).max(1));
 }
 
 fn collectives(world: &World) {
@@ -534,6 +541,13 @@ fn srun_connects_ranks() {
 fn buckets_change_no_bit() {
     for ranks in [2, 3] {
         succeed(ranks, "buckets");
+    }
+}
+
+#[test]
+fn ranks_that_nobody_bound_divide_the_cpus() {
+    for ranks in [2, 3] {
+        succeed(ranks, "threads");
     }
 }
 

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+use crate::summary::total;
+
 /// Most steps whose times are kept.
 const KEPT: usize = 4096;
 
@@ -55,7 +57,7 @@ pub struct StepCompile {
 impl StepCompile {
     /// Sum of the stages.
     pub fn seconds(&self) -> f64 {
-        self.stages.iter().map(|stage| stage.seconds).sum()
+        total(self.stages.iter().map(|stage| stage.seconds))
     }
 }
 
@@ -83,7 +85,7 @@ impl CompileTimes {
 
     /// The whole time.
     pub fn seconds(&self) -> f64 {
-        self.totals.iter().map(|stage| stage.seconds).sum()
+        total(self.totals.iter().map(|stage| stage.seconds))
     }
 }
 
@@ -174,6 +176,9 @@ mod tests {
         assert_eq!(times.totals.len(), 2);
         assert!((times.totals[0].seconds - 0.005).abs() < 1e-9);
         assert!((times.seconds() - 0.105).abs() < 1e-9);
+        for none in [CompileTimes::default().seconds(), step("c", &[]).seconds()] {
+            assert!(none == 0.0 && none.is_sign_positive(), "{none}");
+        }
         let text = times.to_string();
         assert_eq!(text.lines().count(), 4, "{text}");
         assert!(

@@ -165,11 +165,7 @@ pub(crate) fn summarise(trace: &Trace) -> Summary {
         row.calls += 1;
         row.seconds += seconds;
     }
-    let run_seconds = trace
-        .runs
-        .iter()
-        .map(|run| (run.end - run.begin) as f64 * NANO)
-        .sum();
+    let run_seconds = total(trace.runs.iter().map(|run| (run.end - run.begin) as f64 * NANO));
     tables(
         trace,
         run_seconds,
@@ -221,6 +217,11 @@ fn tables(
         operations,
         host,
     }
+}
+
+/// The sum of some seconds. That of none is 0, where [`Iterator::sum`] has -0.
+pub(crate) fn total(seconds: impl Iterator<Item = f64>) -> f64 {
+    seconds.fold(0.0, |sum, seconds| sum + seconds)
 }
 
 fn share(part: f64, whole: f64) -> f64 {
@@ -406,5 +407,12 @@ mod tests {
             .map(|row| (&*row.operation, row.calls, (row.seconds * 1e6).round()))
             .collect();
         assert_eq!(rows, [("Softmax", 3, 9.0), ("Float.Mul", 3, 3.0)]);
+    }
+
+    #[test]
+    fn a_profile_without_runs_took_no_time() {
+        let summary = summarise(&Trace::default());
+        assert!(summary.run_seconds == 0.0 && summary.run_seconds.is_sign_positive());
+        assert!(!summary.to_string().contains("-0"), "{summary}");
     }
 }

@@ -2,11 +2,17 @@
 
 use kiln_burn::{CompileOptions, CompiledRegion, Error, RegionReport};
 
+use crate::distributed;
 use crate::explain::Explain;
 
 /// Makes a compiled region. See [`Compiled::run`].
 pub fn compile(options: CompileOptions) -> Compiled {
     crate::log::init_if_asked();
+    let world = kiln_distributed::current().filter(|_| options.ranks > 1);
+    let options = match world {
+        Some(world) => distributed::with_own_threads(options, &world),
+        None => options,
+    };
     Compiled {
         region: CompiledRegion::new(options),
     }

@@ -35,6 +35,9 @@
 //! A region of [`crate::compile`] trains on several ranks, too, if its closure averages the gradients
 //! ([`average`]).
 //!
+//! Both compute with the threads of [`World::threads`], a rank's share of the CPUs that it may use, unless
+//! [`CompileOptions::threads`] says another number.
+//!
 //! Batches may have another shape on each rank, and at each step. Gradients and loss are the means of the ranks' own,
 //! each rank counted once. Every rank must run the same program, with steps in the same order. Where a rank has died, hangs, or runs another step, the
 //! others' step is an error that names it.
@@ -44,7 +47,7 @@ use burn_optim::adaptor::OptimizerAdaptor;
 use burn_optim::{GradientsParams, SimpleOptimizer};
 use burn_tensor::{Tensor, TensorPrimitive};
 use kiln_burn::random::{self, Stream};
-use kiln_burn::{Kiln, KilnDevice, ranks};
+use kiln_burn::{CompileOptions, Kiln, KilnDevice, ranks};
 pub use kiln_distributed::{Error, Launcher, Link, Options, UnknownLink, World, imagine};
 
 use crate::train::{self, TrainBackend, TrainError};
@@ -76,6 +79,15 @@ pub fn init_with(options: Options) -> Result<World, Error> {
 /// CPUs where there are GPUs takes [`KilnDevice::cpu`].
 pub fn device(world: &World) -> KilnDevice {
     ranks::device(world)
+}
+
+/// `options` of a step on all ranks of `world`: with this rank's share of the CPUs, unless they say how many
+/// threads.
+pub(crate) fn with_own_threads(options: CompileOptions, world: &World) -> CompileOptions {
+    match (options.threads, world.size()) {
+        (0, 2..) => options.with_threads(world.threads()),
+        _ => options,
+    }
 }
 
 /// Gives all ranks the random generator of rank 0, and each rank numbers of its own from it: those of a seed that
@@ -196,7 +208,22 @@ fn seed_of(seed: u64, rank: u64) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::seed_of;
+    use kiln_burn::CompileOptions;
+
+    use super::{imagine, seed_of, with_own_threads};
+
+    #[test]
+    fn a_step_of_several_ranks_has_their_share_of_the_cpus() {
+        let threads = |ranks, threads| {
+            let world = imagine(ranks).expect("the process is alone");
+            let options = CompileOptions::default().with_threads(threads);
+            (with_own_threads(options, &world).threads, world.threads())
+        };
+        let (chosen, share) = threads(2, 0);
+        assert!(chosen == share && share > 0, "{chosen} {share}");
+        assert_eq!(threads(2, 3).0, 3, "asked for");
+        assert_eq!(threads(1, 0).0, 0, "all of them");
+    }
 
     #[test]
     fn ranks_have_seeds_of_their_own() {

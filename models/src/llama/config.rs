@@ -80,6 +80,12 @@ const PRESETS: [(&str, [usize; 6]); 5] = [
 ];
 
 impl LlamaConfig {
+    /// Longest sequence that the model is made for; `None` when its positions scale with the sequence.
+    pub fn max_positions(&self) -> Option<usize> {
+        let is_dynamic = matches!(self.rope_scaling, RopeScaling::Dynamic { .. });
+        (!is_dynamic).then_some(self.max_position_embeddings)
+    }
+
     /// Names that [`LlamaConfig::preset`] accepts.
     pub fn preset_names() -> impl Iterator<Item = &'static str> {
         PRESETS.into_iter().map(|(name, _)| name)

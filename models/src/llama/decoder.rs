@@ -1,7 +1,7 @@
 //! The decoder: embeddings, layers of attention and feed-forward network, and the output projection.
 
 use super::rope::{RopeSpec, RotaryEmbedding};
-use super::{KvCache, LayerCache, LlamaConfig, RopeScaling};
+use super::{KvCache, LayerCache, LlamaConfig};
 use crate::keys::{KeyPattern, Pretrained};
 use crate::layers::{Activation, TokenEmbedding, attention, causal_mask, merge_heads, split_heads};
 use crate::loss::{CrossEntropy, sequence_cross_entropy};
@@ -207,13 +207,11 @@ impl<B: Backend> Llama<B> {
             rope: RotaryEmbedding::new(spec, device),
         };
         let lm_head = (!config.tie_word_embeddings).then(|| linear(config, width, tokens, false, device));
-        let dynamic = matches!(config.rope_scaling, RopeScaling::Dynamic { .. });
-        let max_positions = (!dynamic).then_some(config.max_position_embeddings);
         Self {
             model,
             lm_head,
             vocab_size: tokens,
-            max_positions,
+            max_positions: config.max_positions(),
         }
     }
 
@@ -252,7 +250,7 @@ impl<B: Backend> Llama<B> {
         self.vocab_size
     }
 
-    /// Longest sequence the model was made for; `None` when its positions scale with the sequence.
+    /// See [`LlamaConfig::max_positions`].
     pub fn max_positions(&self) -> Option<usize> {
         self.max_positions
     }

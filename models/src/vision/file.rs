@@ -21,7 +21,7 @@ const NEUTRAL_ARGUMENTS: [&str; 5] = [
 ];
 
 /// Fields that are read here, or that say nothing of the network's arithmetic.
-const KNOWN: [&str; 44] = [
+const KNOWN: [&str; 45] = [
     "architecture",
     "classifier",
     "crop_mode",
@@ -52,6 +52,7 @@ const KNOWN: [&str; 44] = [
     "model_type",
     "notes",
     "num_channels",
+    "num_classes",
     "num_features",
     "origin_url",
     "out_features",

@@ -23,7 +23,7 @@ use crate::config::OptimizerConfig;
 use crate::error::CliError;
 use crate::model::{initialise, without_autodiff};
 use crate::show;
-use crate::train::{Setting, Together, TrainBackend, build_trainer, peak_memory_mb};
+use crate::train::{Setting, Together, TrainBackend, build_trainer, peak_memory_mb, threads};
 pub use subject::Subject;
 
 /// Calls before the timed ones: compilation, the check that it was the same step, one replay.
@@ -67,7 +67,7 @@ pub struct Measurement {
     /// Timed calls that were recorded instead of replayed: proofs.
     #[serde(default)]
     pub proofs: usize,
-    /// The time of these calls beyond the median of all calls, as a part of the time of all calls.
+    /// The time of these calls beyond the median of all calls, as a part of the time of all calls; at least 0.
     #[serde(default)]
     pub proof_share: f64,
 }
@@ -156,11 +156,17 @@ impl Times {
         self.timed[self.timed.len() / 2]
     }
 
-    /// The time of the recorded calls beyond the median, as a part of the time of all calls.
+    /// The time of the recorded calls beyond the median, as a part of the time of all calls. Calls that took
+    /// less than the median cost nothing.
     fn proof_share(&self) -> f64 {
-        let beyond: f64 = self.recorded.iter().map(|time| time - self.median()).sum();
-        beyond / self.timed.iter().sum::<f64>()
+        let beyond = total(self.recorded.iter().map(|time| time - self.median()));
+        beyond.max(0.0) / total(self.timed.iter().copied())
     }
+}
+
+/// The sum of some seconds. That of none is 0, where [`Iterator::sum`] has -0.
+fn total(seconds: impl Iterator<Item = f64>) -> f64 {
+    seconds.fold(0.0, |sum, seconds| sum + seconds)
 }
 
 /// Calls `step` until it is warm and then `steps` times. `step` also returns how many calls were recorded
@@ -201,6 +207,7 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
     Kiln::seed(&device, 0);
     let subject = Subject::new(name, arguments.batch, arguments.seq, arguments.size)?;
     let options = CompileOptions {
+        threads: threads(world),
         memory_budget: arguments.memory_budget,
         tf32: arguments.tf32,
         autocast: arguments.autocast,
@@ -261,13 +268,9 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
         device_mb: kiln::explain::device_memory_peak(device)?.map(|bytes| bytes >> 20),
         loss,
         arena_mb: arena_mb(&report),
-        compile_s: Some(
-            report
-                .steps
-                .iter()
-                .map(|step| step.compile_time.as_secs_f64())
-                .sum(),
-        ),
+        compile_s: Some(total(
+            report.steps.iter().map(|step| step.compile_time.as_secs_f64()),
+        )),
         proofs: times.recorded.len(),
         proof_share: times.proof_share(),
     })
@@ -277,4 +280,28 @@ fn measure(name: &str, arguments: &BenchArguments, world: &World) -> Result<Meas
 fn arena_mb(report: &RegionReport) -> Option<f64> {
     let bytes = report.steps.iter().filter_map(|step| step.arena_bytes).max()?;
     Some(bytes as f64 / 1_048_576.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn proofs_cost_no_time_below_zero() {
+        let share = |timed: &[f64], recorded: &[f64]| {
+            let times = Times {
+                first: 1.0,
+                timed: timed.to_vec(),
+                recorded: recorded.to_vec(),
+            };
+            times.proof_share()
+        };
+        assert_eq!(share(&[1.0, 1.0, 2.0], &[2.0]), 0.25);
+        // Of two calls the slower one is the median.
+        assert_eq!(share(&[1.0, 2.0], &[1.0, 2.0]), 0.0);
+        for none in [share(&[1.0, 2.0], &[]), share(&[1.0, 2.0], &[1.0])] {
+            assert!(none == 0.0 && none.is_sign_positive(), "{none}");
+        }
+        assert!(total(std::iter::empty()).is_sign_positive());
+    }
 }

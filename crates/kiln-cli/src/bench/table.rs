@@ -6,7 +6,9 @@
 //! the first round, and later rounds find what the first has compiled. Of the rounds the one with the median
 //! step time counts. The line "cached" is a process of Kiln that finds the first one's cache.
 //!
-//! On a GPU the models are larger, and PyTorch also runs with CUDA graphs (`torch-overhead`).
+//! On a GPU the models are larger, and PyTorch also runs with CUDA graphs (`torch-overhead`). All programs let
+//! products of f32 use TF32 there, or none does: `--tf32` says so. Memory budgets and the types of weights are
+//! Kiln's alone.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -14,7 +16,7 @@ use std::process::{Command, Stdio};
 use kiln::Place;
 
 use super::Measurement;
-use crate::args::{BenchArguments, autocast_name};
+use crate::args::{BenchArguments, autocast_name, weights_name};
 use crate::error::CliError;
 use crate::show;
 
@@ -69,15 +71,10 @@ struct Program {
 }
 
 impl Program {
-    /// Measures one row, with caches of compiled code in `cache`; none with a note on standard error if the
-    /// program does not know the model or fails.
-    fn measure(&self, row: Row, arguments: &BenchArguments, cache: &Path) -> Option<Measurement> {
+    /// The command that measures one row.
+    fn measuring(&self, row: Row, arguments: &BenchArguments) -> Command {
         let (model, batch, seq, size) = row;
         let mut command = Command::new(&self.command);
-        command
-            .env("KILN_CACHE_DIR", cache)
-            .env("TORCHINDUCTOR_CACHE_DIR", cache)
-            .env("JAX_COMPILATION_CACHE_DIR", cache);
         command.args(&self.arguments).arg(model);
         for (flag, value) in [
             ("--batch", batch),
@@ -87,12 +84,24 @@ impl Program {
         ] {
             command.args([flag, &value.to_string()]);
         }
-        if arguments.infer {
-            command.arg("--infer");
+        for (flag, asked) in [("--infer", arguments.infer), ("--tf32", arguments.tf32)] {
+            command.args(asked.then_some(flag));
         }
         if let Some(dtype) = arguments.autocast {
             command.args(["--autocast", autocast_name(dtype)]);
         }
+        command
+    }
+
+    /// Measures one row, with caches of compiled code in `cache`; none with a note on standard error if the
+    /// program does not know the model or fails.
+    fn measure(&self, row: Row, arguments: &BenchArguments, cache: &Path) -> Option<Measurement> {
+        let model = row.0;
+        let mut command = self.measuring(row, arguments);
+        command
+            .env("KILN_CACHE_DIR", cache)
+            .env("TORCHINDUCTOR_CACHE_DIR", cache)
+            .env("JAX_COMPILATION_CACHE_DIR", cache);
         let output = command.stderr(Stdio::piped()).output().ok()?;
         let text = String::from_utf8_lossy(&output.stdout);
         let measurement = text
@@ -248,18 +257,10 @@ fn middle(mut rounds: Vec<Measurement>) -> Option<Measurement> {
 /// This program first, then the peers that are installed and wanted.
 fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, CliError> {
     let own = std::env::current_exe().map_err(CliError::io("find", "this program"))?;
-    let strings = |arguments: &[&str]| arguments.iter().map(|&argument| argument.to_owned()).collect();
     let mut programs = vec![Program {
         name: KILN.to_owned(),
         command: own,
-        arguments: strings(&[
-            "bench",
-            "--json",
-            "--backend",
-            arguments.backend.name(),
-            "--device",
-            &arguments.device.to_string(),
-        ]),
+        arguments: own_arguments(arguments),
     }];
     let python = std::env::var_os("PEER_PYTHON").map_or_else(|| PathBuf::from("python3"), PathBuf::from);
     for (file, text) in SCRIPTS {
@@ -313,6 +314,29 @@ fn programs(scripts: &Path, arguments: &BenchArguments) -> Result<Vec<Program>, 
     Ok(programs)
 }
 
+/// Kiln's arguments, less those that every program has ([`Program::measure`]).
+fn own_arguments(arguments: &BenchArguments) -> Vec<String> {
+    let mut own = strings(&[
+        "bench",
+        "--json",
+        "--backend",
+        arguments.backend.name(),
+        "--device",
+        &arguments.device.to_string(),
+    ]);
+    if let Some(bytes) = arguments.memory_budget {
+        own.extend(strings(&["--memory-budget", &bytes.to_string()]));
+    }
+    if arguments.weights.is_some() {
+        own.extend(strings(&["--weights", &weights_name(arguments.weights)]));
+    }
+    own
+}
+
+fn strings(arguments: &[&str]) -> Vec<String> {
+    arguments.iter().map(|&argument| argument.to_owned()).collect()
+}
+
 /// Whether the table is that of a GPU.
 fn on_gpu(arguments: &BenchArguments) -> bool {
     arguments.device.place() != Place::Host
@@ -321,4 +345,75 @@ fn on_gpu(arguments: &BenchArguments) -> bool {
 /// The memory that is compared: on a GPU its own.
 fn memory(one: &Measurement) -> u64 {
     one.device_mb.unwrap_or(one.mem_mb)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::args::{Arguments, Command as Chosen};
+
+    fn bench(words: &[String]) -> BenchArguments {
+        let words = ["kiln".to_owned()].into_iter().chain(words.iter().cloned());
+        match Arguments::try_parse_from(words).unwrap().command {
+            Chosen::Bench(arguments) => arguments,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// What Kiln and another program are called with for a row of the table.
+    fn called(more: &[&str]) -> [Vec<String>; 2] {
+        let arguments = bench(&strings(&[&["bench", "--table", "--steps", "7"], more].concat()));
+        let other = strings(&["--mode", "eager"]);
+        [own_arguments(&arguments), other].map(|own| {
+            let program = Program {
+                name: String::new(),
+                command: PathBuf::from("program"),
+                arguments: own,
+            };
+            let command = program.measuring(("mlp", 128, 1, 1), &arguments);
+            let words = command.get_args().map(|word| word.to_string_lossy().into_owned());
+            words.collect()
+        })
+    }
+
+    #[test]
+    fn a_row_is_measured_as_the_table_is_asked_for() {
+        let [own, other] = called(&[
+            "--tf32",
+            "--weights",
+            "bf16+master",
+            "--memory-budget",
+            "1000",
+            "--autocast",
+            "bf16",
+        ]);
+        let row = bench(&own);
+        assert_eq!(row.model.as_deref(), Some("mlp"));
+        assert_eq!((row.batch, row.steps, row.table), (128, 7, false));
+        assert!(row.tf32 && row.json && row.autocast.is_some());
+        assert_eq!(weights_name(row.weights), "bf16+master");
+        assert_eq!(row.memory_budget, Some(1000));
+        for word in ["--tf32", "--autocast"] {
+            assert!(other.iter().any(|found| found == word), "{word}: {other:?}");
+        }
+        for word in ["--weights", "--memory-budget"] {
+            assert!(!other.iter().any(|found| found == word), "{word}: {other:?}");
+        }
+    }
+
+    /// Neither Kiln nor the others round products unless they are asked to.
+    #[test]
+    fn products_are_exact_in_all_programs_or_in_none() {
+        for words in called(&[]) {
+            assert!(!words.iter().any(|word| word == "--tf32"), "{words:?}");
+        }
+        for (name, text) in SCRIPTS.iter().filter(|(name, _)| name.ends_with("_step.py")) {
+            assert!(
+                text.contains("\"--tf32\"") && text.contains("arguments.tf32"),
+                "{name}"
+            );
+        }
+    }
 }

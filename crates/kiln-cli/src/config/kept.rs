@@ -14,7 +14,7 @@ use super::{Config, DataSource, UNSET};
 use crate::error::CliError;
 
 /// The file with the settings.
-const PREPARED: &str = "prepared.json";
+pub(crate) const PREPARED: &str = "prepared.json";
 
 /// Values of settings by their key. Only those that decide about a file.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]

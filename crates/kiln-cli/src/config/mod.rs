@@ -18,6 +18,7 @@ use kiln_models::llama::GenerateConfig;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{CliError, nearest};
+pub(crate) use kept::PREPARED;
 pub use kept::{Difference, Kept};
 pub use optimizer::{OptimizerConfig, OptimizerName};
 pub use schedule::{ScheduleConfig, ScheduleKind};

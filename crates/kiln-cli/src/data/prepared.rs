@@ -11,7 +11,7 @@ use kiln_hub::data::TokenStream;
 use kiln_hub::{Checkpoint, Tokenizer, write_bytes_atomic};
 
 use super::pretrained_tokenizer;
-use crate::config::{Config, Kept};
+use crate::config::{Config, Kept, PREPARED};
 use crate::error::CliError;
 use crate::model::Family;
 
@@ -21,6 +21,8 @@ pub(super) const TOKENS: &str = "tokens.bin";
 pub(super) const EVALUATION_TOKENS: &str = "evaluation-tokens.bin";
 const TOKENIZER: &str = "tokenizer.json";
 const CLASSES: &str = "classes.json";
+/// All of them, and the settings that they were made by.
+const FILES: [&str; 5] = [TOKENS, EVALUATION_TOKENS, TOKENIZER, CLASSES, PREPARED];
 
 /// The prepared files of a run, and what its checkpoint says about them.
 #[derive(Debug)]
@@ -49,6 +51,23 @@ impl Prepared {
             classes: Vec::new(),
             tokens: None,
         }
+    }
+
+    /// Removes the files in `folder`: those of a run that has not trained with them.
+    ///
+    /// # Errors
+    ///
+    /// [`CliError::Io`].
+    pub fn remove(folder: &Path) -> Result<(), CliError> {
+        for path in FILES.map(|file| folder.join(file)) {
+            match std::fs::remove_file(&path) {
+                Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                    return Err(CliError::io("remove", &path)(error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
     }
 
     /// Leaves the folder as it is: what is missing is made in memory, and so is what is not of these

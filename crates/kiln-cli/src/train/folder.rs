@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::checkpoint::Checkpoints;
+use super::log::{self, Entry};
 use super::place::locate;
+use crate::data::Prepared;
 use crate::error::CliError;
 
 /// The file that is locked while a process trains.
@@ -31,7 +33,8 @@ pub(super) struct Claim {
 
 impl Claim {
     /// The folder of a new run. A folder asked for must not hold a run; the default one gets a number if it
-    /// does, or if another process has just begun one there.
+    /// does, or if another process has just begun one there. A run that ended before its first step holds
+    /// none: the new one takes its place, and prepares its own data.
     ///
     /// # Errors
     ///
@@ -78,6 +81,13 @@ impl Claim {
         Ok(claim)
     }
 
+    /// Removes what a run has left that ended before its first step.
+    fn clear(&self) -> Result<(), CliError> {
+        Prepared::remove(&self.folder.join("data"))?;
+        let config = self.folder.join(CONFIG);
+        std::fs::remove_file(&config).map_err(CliError::io("remove", &config))
+    }
+
     /// Removes what a killed program left half written.
     fn sweep(&self) {
         let age = match self.lock {
@@ -104,8 +114,7 @@ impl Claim {
 
     /// Claims a folder for a new run; none if it holds one.
     fn vacant(folder: &Path) -> Result<Option<Self>, CliError> {
-        let occupied = || folder.join(CONFIG).exists() || Checkpoints::of(folder).last().is_some();
-        if occupied() {
+        if holds_run(folder)? {
             return Ok(None);
         }
         if let Some(parent) = folder.parent() {
@@ -119,13 +128,18 @@ impl Claim {
         };
         let was_claimed = folder.join(LOCK).exists();
         let claim = Self::lock(folder, made, Duration::ZERO)?;
-        // Again, now that nobody else can begin one.
-        if occupied() {
+        // Again, now that nobody else can begin one. Without locks another process may be about to take the
+        // first step of its run.
+        let has_config = folder.join(CONFIG).exists();
+        if holds_run(folder)? || (has_config && claim.lock.is_none()) {
             return Ok(None);
         }
         // In a folder that never was a run's, such names are somebody else's.
         if was_claimed {
             claim.sweep();
+        }
+        if has_config {
+            claim.clear()?;
         }
         Ok(Some(claim))
     }
@@ -165,6 +179,19 @@ impl Claim {
             made,
         })
     }
+}
+
+/// Whether there is a run in `folder`: it has a checkpoint, or its log a step, or its config is not that of a
+/// process that had claimed the folder.
+fn holds_run(folder: &Path) -> Result<bool, CliError> {
+    let checkpoints = Checkpoints::of(folder);
+    if !folder.join(CONFIG).exists() {
+        return Ok(checkpoints.last().is_some());
+    }
+    let has_some = checkpoints.last().is_some() || !checkpoints.list_abandoned().is_empty();
+    let is_claimed = folder.join(LOCK).exists();
+    let is_step = |entry: &Entry| entry.step() > 0;
+    Ok(has_some || !is_claimed || log::read(folder)?.iter().any(is_step))
 }
 
 /// Removes what `is_kind`, files or folders, has a name that begins with `prefix`, and was not changed by
@@ -217,10 +244,44 @@ mod tests {
             "they are the other process's"
         );
         drop(claim);
+        let step = "{\"kind\":\"evaluation\",\"step\":1,\"loss\":1.0,\"accuracy\":null}\n";
+        std::fs::write(folder.join(log::LOG), step).unwrap();
         let error = Claim::start(Some(&folder), "").unwrap_err();
         assert!(matches!(error, CliError::Occupied { .. }), "{error}");
         let claim = Claim::resume(&folder, None, &folder).unwrap();
         assert!(claim.folder() == folder && !unfinished.exists() && !half.exists());
+    }
+
+    /// The corrected command is not refused.
+    #[test]
+    fn a_run_without_a_step_leaves_its_folder() {
+        let place = tempfile::tempdir().unwrap();
+        let folder = place.path().join("run");
+        let at = |name: &str| folder.join(name);
+        let claim = Claim::start(Some(&folder), "").unwrap();
+        for file in [CONFIG, "data/tokens.bin", "data/prepared.json", "data/notes.txt"] {
+            std::fs::create_dir_all(at(file).parent().unwrap()).unwrap();
+            std::fs::write(at(file), "").unwrap();
+        }
+        std::fs::write(at(log::LOG), "{\"kind\":\"start\"}\n").unwrap();
+        // It may be about to take its first step.
+        let error = Claim::start(Some(&folder), "").unwrap_err();
+        assert!(matches!(error, CliError::InUse { .. }), "{error}");
+        assert!(at(CONFIG).exists() && at("data/tokens.bin").exists());
+        drop(claim);
+        drop(Claim::resume(&folder, None, &folder).unwrap());
+        drop(Claim::start(Some(&folder), "").unwrap());
+        assert!(
+            !at(CONFIG).exists() && !at("data/tokens.bin").exists() && !at("data/prepared.json").exists()
+        );
+        assert!(at("data/notes.txt").exists(), "it is somebody's");
+        // A config that no run has written, beside which nobody has trained.
+        let own = place.path().join("own");
+        std::fs::create_dir(&own).unwrap();
+        std::fs::write(own.join(CONFIG), "").unwrap();
+        let error = Claim::start(Some(&own), "").unwrap_err();
+        assert!(matches!(error, CliError::Occupied { .. }), "{error}");
+        assert!(own.join(CONFIG).exists());
     }
 
     #[test]

@@ -116,14 +116,7 @@ impl Run {
         {
             return Err(damaged(from, format!("the parameter {path} is {value}")));
         }
-        let (model, frozen) = freeze(model, &config.model.freeze);
-        if frozen == 0 && !config.model.freeze.is_empty() {
-            return Err(CliError::config(
-                "model.freeze",
-                "no parameter has a path that begins with one of these; a path is that of kiln-models, such as \
-                 bert.encoder.layer.0",
-            ));
-        }
+        let model = freeze(model, &config.model.freeze)?;
         let saved = from
             .map(|from| {
                 Ok::<_, CliError>(SavedState {

@@ -99,7 +99,7 @@ impl Ranks {
         config
     }
 
-    /// Threads of this rank's step: its share of the cores it may use; 0, for all, where it is alone.
+    /// Threads of this rank's steps: [`threads`].
     pub fn threads(&self) -> usize {
         threads(&self.world)
     }
@@ -225,18 +225,12 @@ fn keys(config: &Config) -> Vec<(String, String)> {
     found
 }
 
-/// Threads of a rank's step: its share of the cores it may use; 0, for all, where it is alone.
+/// Threads of a rank's steps: its share of the CPUs that it may use ([`World::threads`]); 0, for all, where it is
+/// alone.
 pub fn threads(world: &World) -> usize {
-    if world.size() == 1 {
-        return 0;
-    }
-    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
-    // A launcher that gave each rank cores of its own has divided them already.
-    let all =
-        std::fs::read_to_string("/proc/cpuinfo").map_or(allowed, |text| text.matches("processor\t").count());
-    match allowed < all {
-        true => allowed,
-        false => (allowed / world.local_size()).max(1),
+    match world.size() {
+        1 => 0,
+        _ => world.threads(),
     }
 }
 

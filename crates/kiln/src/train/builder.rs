@@ -15,6 +15,7 @@ use super::shards::{self, Shards};
 use super::variants::Variants;
 use super::weights::{Weights, cast_parameters};
 use super::{History, Start, StepOptimizer, StepOutput, TrainBackend, TrainError, TrainStep, ranks, zeros};
+use crate::distributed;
 use crate::input::StepInput;
 
 /// Builds a [`TrainStep`]: made by [`TrainStep::new`].
@@ -90,7 +91,8 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
     /// Trains on all ranks of `world` together ([`crate::distributed`]): parameters and the optimizer's state
     /// are those of rank 0 at the start, gradients and loss are averaged over the ranks at each step. All
     /// ranks must have equal optimizers, and give each step the same learning rate: otherwise they would go
-    /// different ways, and get an error (for the rate on CPUs alone). With one rank this changes nothing.
+    /// different ways, and get an error (for the rate on CPUs alone). Options that name no number of threads
+    /// mean this rank's share of the CPUs ([`World::threads`]). With one rank this changes nothing.
     pub fn with_data_parallel(mut self, world: &World) -> Self {
         self.world = Some(world.clone());
         self
@@ -156,6 +158,9 @@ impl<B: TrainBackend, M: AutodiffModule<B> + Clone, O: SimpleOptimizer<Kiln>, F>
             None => model,
         };
         let world = self.world.filter(|world| world.size() > 1);
+        if let Some(world) = &world {
+            self.options = distributed::with_own_threads(self.options, world);
+        }
         let optim = match &world {
             Some(world) => {
                 shards::agree_on_numbers::<B, M, O>(&model, &self.optim, world)?;
