@@ -134,15 +134,16 @@ impl<F> CompiledFn<F> {
         A: StepInput + Clone,
         R: StepInput,
     {
-        let (arguments, tracked) = tracked::tracked_tensors(arguments);
-        if tracked.is_empty() {
+        let mut tensors = Collect::default();
+        let arguments = arguments.map(&mut tensors);
+        if tensors.tracked.is_empty() {
             return Ok(self.note_captured(self.region.run(|| (self.function)(arguments))?));
         }
         if !self.compiles() || !self.is_traced() {
             return self.region.run(|| (self.function)(arguments));
         }
         let traced = |leaves: &mut Leaves| (self.function)(arguments.map(leaves));
-        let called = tracked::call(&self.region, &self.split, tracked, traced)?;
+        let called = tracked::call(&self.region, &self.split, tensors, traced)?;
         Ok(self.note(called))
     }
 
@@ -218,10 +219,9 @@ impl<F> CompiledFn<F> {
     {
         let mut parameters = Parameters(Collect::default());
         model.visit(&mut parameters);
-        let (input, inputs) = tracked::tracked_tensors(input);
-        let mut tracked = parameters.0.0;
-        tracked.extend(inputs);
-        if tracked.is_empty() {
+        let mut tensors = parameters.0;
+        let input = input.map(&mut tensors);
+        if tensors.tracked.is_empty() {
             return Ok(self.note_captured(self.region.run(|| (self.function)(model, input))?));
         }
         if !self.compiles() || !self.is_traced() {
@@ -231,7 +231,7 @@ impl<F> CompiledFn<F> {
             let model = model.clone().map(&mut Replace(leaves));
             (self.function)(&model, input.map(leaves))
         };
-        let called = tracked::call(&self.region, &self.split, tracked, traced)?;
+        let called = tracked::call(&self.region, &self.split, tensors, traced)?;
         Ok(self.note(called))
     }
 
@@ -381,7 +381,7 @@ impl TensorMap for Copies {
     }
 }
 
-/// The tracked parameters of a module, in order.
+/// Collects the parameters of a module, in order.
 struct Parameters(Collect);
 
 impl<B: TrainBackend> ModuleVisitor<B> for Parameters {

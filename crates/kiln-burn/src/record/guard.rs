@@ -106,10 +106,15 @@ impl fmt::Display for Changed {
 
 impl Mismatch {
     /// What most likely makes the step the same again.
-    pub const fn remedy(&self) -> &'static str {
+    pub fn remedy(&self) -> &'static str {
         match self {
             Self::Input { .. } => {
                 "give every call inputs of the same shape and type: pad batches, or drop the last one if it is smaller"
+            }
+            Self::Operation {
+                before: Some(before), ..
+            } if before.starts_with("Float.Random") => {
+                "nothing, if these numbers initialise parameters: Burn draws them when a parameter is first used, and this one is the step that stays; otherwise control flow took another way: draw in every call or in none"
             }
             Self::Operation { .. } => {
                 "control flow took another way: replace branches on host values by tensor operations (mask_where), or compile each way as a region of its own"

@@ -103,7 +103,7 @@ impl Places {
     }
 
     /// The number of the first node of the trace.
-    fn first(&self) -> u64 {
+    pub(super) fn first(&self) -> u64 {
         self.leaves[0].node.id.value
     }
 }

@@ -24,6 +24,7 @@ use kiln_burn::record::{Differentiated, Recorded, SplitRegion, Traced, position}
 use kiln_burn::{CompiledRegion, Error, Kiln};
 
 use crate::input::{KilnTensor, StepInput, TensorMap};
+use captured::{Forward, Kind, Others};
 use graph::{Attach, Call, Inside, Link, Place, Places};
 
 pub(crate) type Tracking = Autodiff<Kiln>;
@@ -50,21 +51,26 @@ pub(crate) fn id(tensor: &KilnTensor) -> TensorId {
 pub(crate) fn tracked_tensors<A: StepInput>(input: A) -> (A, Vec<TrackedTensor>) {
     let mut found = Collect::default();
     let input = input.map(&mut found);
-    (input, found.0)
+    (input, found.tracked)
 }
 
-/// Collects the tracked tensors that it is shown.
+/// Collects the tracked tensors that it is shown, and the ids of all.
 #[derive(Default)]
-pub(crate) struct Collect(pub(crate) Vec<TrackedTensor>);
+pub(crate) struct Collect {
+    pub(crate) tracked: Vec<TrackedTensor>,
+    pub(crate) ids: Vec<TensorId>,
+}
 
 impl TensorMap for Collect {
     fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        self.ids.push(id(&tensor));
         tensor
     }
 
     fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        self.ids.push(id(&inner(tensor.clone())));
         if tensor.is_tracked() {
-            self.0.push(tensor.clone());
+            self.tracked.push(tensor.clone());
         }
         tensor
     }
@@ -148,7 +154,7 @@ struct Trace<R> {
     tangents: Vec<KilnTensor>,
     /// For each leaf, its gradient; none if no output depends on it.
     gradients: Vec<Option<KilnTensor>>,
-    /// The other gradients, if there are any: those of captured leaves.
+    /// The other gradients, if there are any: those of captured leaves, and of detached ones.
     rest: Option<Gradients>,
     /// Numbers of the nodes of the outputs.
     nodes: Vec<u64>,
@@ -221,19 +227,19 @@ fn differentiate<R: StepInput>(places: &Places, function: impl FnOnce(&mut Leave
     trace
 }
 
-/// Calls `function` with leaves in the place of `inputs`, of which there is at least one, and returns its
-/// result as part of the program's autograd graph.
+/// Calls `function` with leaves in the place of the tracked ones among its `arguments`, of which there is at
+/// least one, and returns its result as part of the program's autograd graph.
 pub(crate) fn call<R: StepInput>(
     region: &CompiledRegion,
     split: &SplitRegion,
-    inputs: Vec<TrackedTensor>,
+    arguments: Collect,
     function: impl FnOnce(&mut Leaves) -> R,
 ) -> Result<Called<R>, Error> {
-    let places = Places::new(inputs);
+    let places = Places::new(arguments.tracked);
     let traced = region.trace(
         split.count() == 0,
         || differentiate(&places, function),
-        |trace, recorded| compiled(split, &places, trace, recorded),
+        |trace, recorded| compiled(split, &places, &arguments.ids, trace, recorded),
     )?;
     match traced {
         Traced::Whole(called) => Ok(called),
@@ -249,15 +255,16 @@ pub(crate) fn call<R: StepInput>(
 fn compiled<R: StepInput>(
     split: &SplitRegion,
     places: &Places,
+    arguments: &[TensorId],
     trace: Trace<R>,
-    recorded: Recorded,
+    mut recorded: Recorded,
 ) -> Result<Called<R>, Error> {
     let Trace {
         result,
         outputs,
         positions,
         tangents,
-        mut gradients,
+        gradients,
         rest,
         nodes,
         made,
@@ -265,31 +272,44 @@ fn compiled<R: StepInput>(
         ..
     } = trace;
     let tangent_ids: Vec<TensorId> = tangents.iter().map(id).collect();
-    let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
-    let of = Differentiated {
-        gradients: &wanted,
-        tangents: &tangent_ids,
-        outputs: &positions,
-    };
-    // A function that captures what is trained is not traced again, so a known trace has no such gradients.
-    let captured = match rest {
-        Some(rest) if !split.knows(&recorded, of) => captured::find(&rest, &places.leaves),
-        _ => Vec::new(),
-    };
-    if !captured
-        .iter()
-        .all(|captured| captured.is_among(&recorded.inputs[..reads]))
-    {
-        split.salvage(recorded);
-        return Err(split.tracked_capture());
-    }
-    let captures = !captured.is_empty();
+    let mut has_gradient: Vec<bool> = gradients.iter().map(Option::is_some).collect();
+    let mut wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
     let mut inputs = places.inputs.clone();
-    for captured in captured {
-        inputs.push(captured.tensor);
-        gradients.push(Some(captured.gradient));
+    let mut captures = false;
+    // Until the trace has run: it has the handles of the gradients.
+    let mut others = None;
+    if let Some(rest) = rest {
+        let gradients = gradients.into_iter().flatten();
+        let others = others.insert(Others::new(rest, gradients, &recorded, &tangent_ids));
+        let forward = Forward {
+            recorded: &recorded,
+            reads,
+            first: places.first(),
+            arguments,
+            tangents: &tangent_ids,
+            outputs: &outputs.iter().map(id).collect::<Vec<_>>(),
+            made: &made,
+        };
+        let mut gone = Vec::new();
+        for captured in others.find(&places.leaves[0], captured::newest_first()) {
+            let kind = forward.kind(&captured);
+            if kind == Kind::Older && !forward.reads(&captured) {
+                split.salvage(recorded);
+                return Err(split.tracked_capture());
+            }
+            captures |= matches!(kind, Kind::Older | Kind::Drawn);
+            if kind == Kind::Gone {
+                gone.push(captured.gradient.id);
+            } else {
+                inputs.push(captured.tensor);
+                has_gradient.push(true);
+                wanted.push(captured.gradient.id);
+            }
+        }
+        // A gradient may be that of another leaf, too.
+        gone.retain(|id| !wanted.contains(id));
+        recorded.forget(&gone);
     }
-    let wanted: Vec<TensorId> = gradients.iter().flatten().map(id).collect();
     let mut returned = Ids::default();
     let result = result.map(&mut returned);
     let kept = recorded.kept_besides(&[&returned.0, &wanted, &tangent_ids]);
@@ -297,10 +317,11 @@ fn compiled<R: StepInput>(
         recorded,
         Differentiated {
             gradients: &wanted,
-            ..of
+            tangents: &tangent_ids,
+            outputs: &positions,
         },
     )?;
-    let has_gradient = gradients.iter().map(Option::is_some).collect();
+    drop(others);
     let call = Call::new(inputs, has_gradient, outputs.len(), (step, saved));
     let result = result.map(&mut Attach::new(places, Inside::new(nodes, made, kept), call));
     Ok(match captures {

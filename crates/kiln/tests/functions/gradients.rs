@@ -374,21 +374,105 @@ fn a_captured_model_with_state_between_tracked_tensors() {
 
 #[test]
 fn a_captured_tensor_that_is_trained_later() {
+    type Join = fn(Vector, Vector) -> Vector;
+    // The gradient of a sum is that of its terms: no operation tells which of them are trained.
+    for join in [(|x, c| x * c) as Join, |x, c| x + c] {
+        compare(|how, seen| {
+            let captured = RefCell::new(vector(&[2.0, 3.0]));
+            let function = how.function(|(x, b): (Vector, Vector)| join(x, captured.borrow().clone()) + b);
+            for trained in [false, false, true, true] {
+                let x = vector(&[1.0, 5.0]);
+                let x = if trained { x } else { x.require_grad() };
+                let b = vector(&[1.0, 1.0]).require_grad();
+                let c = vector(&[2.0, 3.0]);
+                *captured.borrow_mut() = if trained { c.require_grad() } else { c };
+                let gradients = function.call((x.clone(), b.clone())).sum().backward();
+                seen.gradient("dx", &x, &gradients);
+                seen.gradient("db", &b, &gradients);
+                seen.gradient("d captured", &captured.borrow(), &gradients);
+            }
+        });
+    }
+}
+
+#[derive(Module, Debug)]
+struct Mix<B: Backend> {
+    scores: Param<Tensor<B, 1>>,
+    up: Linear<B>,
+}
+
+/// Burn's softmax detaches its argument, and a detached parameter is trained by itself.
+#[test]
+fn a_detached_parameter_is_not_captured() {
     compare(|how, seen| {
-        let captured = RefCell::new(vector(&[2.0, 3.0]));
-        let function = how.function(|(x, b): (Tensor<B, 1>, Tensor<B, 1>)| x * captured.borrow().clone() + b);
-        for trained in [false, false, true, true] {
-            let x = vector(&[1.0, 5.0]);
-            let x = if trained { x } else { x.require_grad() };
-            let b = vector(&[1.0, 1.0]).require_grad();
-            let c = vector(&[2.0, 3.0]);
-            *captured.borrow_mut() = if trained { c.require_grad() } else { c };
-            let gradients = function.call((x.clone(), b.clone())).sum().backward();
+        let model = Mix::<B> {
+            scores: Param::from_tensor(vector(&[0.5, -1.0, 0.25])),
+            up: LinearConfig::new(3, 3).init(&device()),
+        };
+        let mix = how.function(|model: &Mix<B>, x: Tensor<B, 2>| {
+            model.up.forward(x) * activation::softmax(model.scores.val(), 0).unsqueeze()
+        });
+        let gate = how.function(|x: Vector| x.clone() * x.detach().tanh());
+        let loss = how.function(|(scores, target): (Tensor<B, 2>, Tensor<B, 2>)| {
+            -(activation::log_softmax(scores, 1) * target).sum()
+        });
+        let both = how.function(|x: Vector| {
+            let detached = x.clone().detach();
+            (x * detached.clone(), detached)
+        });
+        for call in 0..4 {
+            let y = mix.call_with(&model, matrix(4, 3, call));
+            let gradients = y.powf_scalar(2.0).sum().backward();
+            seen.gradient("d scores", &model.scores.val(), &gradients);
+            seen.gradient("d weight", &model.up.weight.val(), &gradients);
+            let x = vector(&[1.0, call as f32]).require_grad();
+            seen.gradient("dx", &x, &gate.call(x.clone()).sum().backward());
+            let scores = matrix(4, 3, call).require_grad();
+            let target: Tensor<B, 2> = matrix(4, 3, call + 1);
+            let gradients = loss.call((scores.clone(), target)).backward();
+            seen.gradient("d scores", &scores, &gradients);
+            let (y, detached): (Vector, Vector) = both.call(x.clone());
+            let gradients = y.sum().backward();
             seen.gradient("dx", &x, &gradients);
-            seen.gradient("db", &b, &gradients);
-            seen.gradient("d captured", &captured.borrow(), &gradients);
+            seen.gradient("d detached", &detached, &gradients);
         }
+        mix.assert_all_compiled();
+        gate.assert_all_compiled();
+        loss.assert_all_compiled();
+        both.assert_all_compiled();
     });
+}
+
+/// A parameter that the function makes at its first call has its gradient in that call, too.
+#[test]
+fn a_parameter_that_is_made_in_the_first_call() {
+    type Make = fn(&Vector) -> Vector;
+    let makes: [Make; 4] = [
+        |_| Tensor::random([3], burn_tensor::Distribution::Default, &device()),
+        |_| Tensor::random([3], burn_tensor::Distribution::Default, &device()) * 2.0,
+        |_| vector(&[1.0, 2.0, 3.0]),
+        |base| base.clone().detach(),
+    ];
+    for make in makes {
+        compare(|how, seen| {
+            let base = vector(&[0.5, 1.5, 2.5]);
+            let weight = RefCell::new(None::<Vector>);
+            let function = how.function(|x: Vector| {
+                let mut weight = weight.borrow_mut();
+                let weight = weight.get_or_insert_with(|| make(&base).require_grad());
+                activation::softmax(x, 0) * weight.clone()
+            });
+            for call in 0..4 {
+                let x = vector(&[1.0, 5.0, call as f32]).require_grad();
+                let gradients = function.call(x.clone()).powf_scalar(2.0).sum().backward();
+                seen.gradient("dx", &x, &gradients);
+                let weight = weight.borrow().clone().unwrap();
+                assert!(weight.grad(&gradients).is_some(), "call {call}");
+                seen.gradient("d weight", &weight, &gradients);
+            }
+            function.assert_explained("captures tensors that are trained");
+        });
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Barrier, Mutex, PoisonError};
 
 use burn_autodiff::Autodiff;
-use burn_core::module::{AutodiffModule, Module};
+use burn_core::module::{AutodiffModule, Module, Param};
 use burn_nn::{BatchNorm, BatchNormConfig, Dropout, DropoutConfig, Linear, LinearConfig};
 use burn_optim::{AdamWConfig, GradientsParams, Optimizer};
 use burn_tensor::backend::Backend;
@@ -86,6 +86,15 @@ impl<F> Function<F> {
     fn assert_pairs(&self, pairs: usize) {
         if let Self::Compiled(function) = self {
             assert_eq!(function.compiled_pairs(), pairs, "{}", function.explain_tracked());
+        }
+    }
+
+    /// One pair serves all calls, and none had Burn's own backward pass.
+    fn assert_all_compiled(&self) {
+        self.assert_pairs(1);
+        if let Self::Compiled(function) = self {
+            let text = function.explain_tracked();
+            assert!(!text.contains("own backward pass"), "{text}");
         }
     }
 
