@@ -3,6 +3,7 @@
 use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::strategy::CheckpointStrategy;
 use burn_backend::AutodiffBackend;
+use burn_backend::ops::FloatTensorOps;
 use burn_ir::TensorIr;
 use burn_router::RouterTensor;
 use burn_tensor::backend::Backend;
@@ -19,7 +20,7 @@ pub type KilnTensor = RouterTensor<KilnClient>;
 /// Implemented for tensors of `Kiln` and `Autodiff<Kiln>`, tuples, arrays, `Vec`, `Option`, numbers, `bool`
 /// and `String`, and for structs through `#[derive(StepInput)]`. Tensors are arguments of the compiled step.
 /// Everything else is part of its identity: a step called with another number, length or variant is another
-/// step, recorded anew.
+/// step, recorded anew. So is one whose tensors are tracked where they were not: the closure can tell.
 ///
 /// ```
 /// use burn_tensor::backend::Backend;
@@ -114,7 +115,7 @@ impl InputVisitor {
     }
 }
 
-/// Types, shapes and plain values of an input, and which of its tensors are the same.
+/// Types, shapes and plain values of an input, and which of its tensors are the same and which are tracked.
 #[derive(Clone, PartialEq, Eq, Debug)]
 pub(crate) struct Signature(Vec<u64>);
 
@@ -139,6 +140,10 @@ pub trait KilnBackend:
     /// A float primitive around `tensor`, outside any autodiff graph.
     fn from_kiln(tensor: KilnTensor) -> Self::FloatTensorPrimitive;
 
+    /// How a float primitive is tracked: 0 if it is not, 1 if it is a leaf that is to have a gradient, 2 if
+    /// it follows from such leaves.
+    fn requirement(primitive: &Self::FloatTensorPrimitive) -> u64;
+
     /// A float primitive replaced by `map`.
     fn map_float(
         primitive: Self::FloatTensorPrimitive,
@@ -155,6 +160,10 @@ impl KilnBackend for Kiln {
         tensor
     }
 
+    fn requirement(_: &KilnTensor) -> u64 {
+        0
+    }
+
     fn map_float(primitive: KilnTensor, map: &mut dyn TensorMap) -> KilnTensor {
         map.tensor(primitive)
     }
@@ -169,6 +178,14 @@ impl<C: CheckpointStrategy> KilnBackend for Autodiff<Kiln, C> {
         <Self as AutodiffBackend>::from_inner(tensor)
     }
 
+    fn requirement(primitive: &Self::FloatTensorPrimitive) -> u64 {
+        match (primitive.is_tracked(), Self::float_is_require_grad(primitive)) {
+            (false, _) => 0,
+            (true, true) => 1,
+            (true, false) => 2,
+        }
+    }
+
     fn map_float(
         primitive: Self::FloatTensorPrimitive,
         map: &mut dyn TensorMap,
@@ -179,7 +196,9 @@ impl<C: CheckpointStrategy> KilnBackend for Autodiff<Kiln, C> {
 
 impl<B: KilnBackend, const D: usize> StepInput for Tensor<B, D, Float> {
     fn visit(&self, visitor: &mut InputVisitor) {
-        visitor.tensor(B::to_kiln(self.clone().into_primitive().tensor()));
+        let primitive = self.clone().into_primitive().tensor();
+        visitor.structure(B::requirement(&primitive));
+        visitor.tensor(B::to_kiln(primitive));
     }
 
     fn map(self, map: &mut dyn TensorMap) -> Self {

@@ -858,3 +858,23 @@ fn any_name_is_a_name_of_a_region() {
     let x = vector(&[1.0, 2.0]);
     assert_eq!(values(region.run(|| x.clone() * 2.0 + 1.0).unwrap()), [3.0, 5.0]);
 }
+
+/// As Burn's layers do, which draw their parameters when they are first used.
+#[test]
+fn parameters_that_the_first_call_draws_are_no_change_of_control_flow() {
+    let mut region = region();
+    let (x, mut weight) = (vector(&[1.0, 2.0, 3.0]), None);
+    for _ in 0..3 {
+        let draw = || Tensor::random([3], burn_tensor::Distribution::Default, &device());
+        let y = region
+            .run(|| x.clone() * weight.get_or_insert_with(draw).clone())
+            .unwrap();
+        assert_eq!(values(y)[0], values(weight.clone().unwrap())[0]);
+    }
+    let explain = region.explain().to_string();
+    assert_eq!(region.report().recompiles.len(), 1);
+    assert!(
+        explain.contains("nothing, if these numbers initialise parameters"),
+        "{explain}"
+    );
+}

@@ -207,10 +207,12 @@ type Start<B, M, O> = fn(OptimizerAdaptor<O, M, B>, &M, &GradientsParams) -> Opt
 ///   tensor that it computed from call to call outside the model is recorded at every call, with a warning
 ///   that names the reason and the line ([`History::obstacle`]). A clone of its input or of a parameter that
 ///   it puts aside is that of the last recorded call.
-/// - A captured tensor that the program drops or replaces, and state of the model that it replaces, end the
-///   replay; the step is recorded once or twice and replayed again.
-/// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch) are recorded
-///   and replayed separately; the state is one.
+/// - A captured tensor that the program drops, or replaces while nothing else keeps the old one, and state of
+///   the model that it replaces, end the replay; the step is recorded once or twice and replayed again. While
+///   something keeps the old tensor, it is replayed with that one until the next of the calls that are
+///   compared.
+/// - Inputs of several signatures (batches of two sizes, the smaller last batch of an epoch, batches that are
+///   tracked and batches that are not) are recorded and replayed separately; the state is one.
 /// - Calls 4, 9, 21, 39, .. and one of each 1024 of a signature are recorded again and compared. For example,
 ///   a number in a `Cell` that changes after some calls is found there: a warning names it (an error under
 ///   [`crate::CompileOptions::strict`]), and the step is recorded from then on. What the closure does at one

@@ -9,7 +9,9 @@
 
 use std::sync::Arc;
 
+use burn_autodiff::NodeId;
 use burn_backend::TensorMetadata;
+use burn_backend::ops::FloatTensorOps;
 use burn_core::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn_ir::TensorId;
 use burn_optim::adaptor::OptimizerAdaptor;
@@ -21,7 +23,8 @@ use kiln_burn::record::{exchange, rehearse};
 use kiln_burn::{Kiln, KilnDevice};
 
 use super::TrainBackend;
-use crate::input::{InputVisitor, KilnTensor, StepInput};
+use crate::input::{InputVisitor, KilnTensor, StepInput, TensorMap};
+use crate::tracked::{self, TrackedTensor, Tracking};
 
 /// A named tensor.
 #[derive(Clone, Debug)]
@@ -123,6 +126,8 @@ pub(super) fn with_drawn<B: TrainBackend, M: AutodiffModule<B>>(
 #[derive(Default)]
 struct Names {
     path: Vec<String>,
+    /// The names that were given, and how many parameters were met at the path of each.
+    given: HashMap<Arc<str>, usize>,
     /// Each parameter's name and tensor, if it has one.
     tensors: Vec<(Arc<str>, Option<TensorId>)>,
     parameters: HashMap<ParamId, Arc<str>>,
@@ -136,9 +141,27 @@ impl Names {
     }
 
     fn note(&mut self, parameter: ParamId, tensor: Option<TensorId>) {
-        let name: Arc<str> = format!("`{}`", self.path.join(".")).into();
+        let name = self.name();
         self.parameters.insert(parameter, name.clone());
         self.tensors.push((name, tensor));
+    }
+
+    /// A name that no other parameter has. A module that is written by hand need not say where its parts
+    /// begin: of parameters at one path the second is named `` `path (2)` ``.
+    fn name(&mut self) -> Arc<str> {
+        let path = self.path.join(".");
+        let mut name: Arc<str> = format!("`{path}`").into();
+        if let Some(met) = self.given.get(&name).copied() {
+            let numbered = |number| Arc::from(format!("`{path} ({number})`"));
+            let mut number = met + 1;
+            while self.given.contains_key::<Arc<str>>(&numbered(number)) {
+                number += 1;
+            }
+            self.given.insert(name, number);
+            name = numbered(number);
+        }
+        self.given.insert(name.clone(), 1);
+        name
     }
 }
 
@@ -329,9 +352,13 @@ struct Put {
 }
 
 /// A mapper that replaces each tensor, of whichever kind, by the result of its method `tensor`. A parameter
-/// that has no value yet stays without one; the mapper's method `skip` is called for it.
+/// that has no value yet stays without one; the mapper's method `skip` is called for it. A float parameter is
+/// a leaf of its own in each place; the second form names the [`TensorMap`] that makes its tensors instead.
 macro_rules! map_tensors {
     ($mapper:ty) => {
+        $crate::train::places::map_tensors!($mapper, |this| &mut |tensor| this.tensor(tensor));
+    };
+    ($mapper:ty, |$this:ident| $map:expr) => {
         impl<B: $crate::train::TrainBackend> burn_core::module::ModuleMapper<B> for $mapper {
             fn map_float<const D: usize>(
                 &mut self,
@@ -343,8 +370,12 @@ macro_rules! map_tensors {
                 }
                 let (id, tensor, mapper) = param.consume();
                 let tracked = tensor.is_require_grad();
-                let tensor = $crate::input::StepInput::map(tensor, &mut |tensor| self.tensor(tensor));
-                burn_core::module::Param::from_mapped_value(id, tensor.set_require_grad(tracked), mapper)
+                let $this = self;
+                let mut tensor = $crate::input::StepInput::map(tensor, $map);
+                if tensor.is_require_grad() != tracked {
+                    tensor = tensor.set_require_grad(tracked);
+                }
+                burn_core::module::Param::from_mapped_value(id, tensor, mapper)
             }
 
             fn map_int<const D: usize>(
@@ -412,7 +443,8 @@ impl Put {
     }
 }
 
-/// `model` with each tensor outside cells replaced by what `change` makes of its position and of it.
+/// `model` with each tensor outside cells replaced by what `change` makes of its position and of it. A
+/// parameter that is in two places stays one if `change` gives both the same tensor.
 pub(super) fn map_outside<B: TrainBackend, M: AutodiffModule<B>>(
     model: M,
     cells: &Cells,
@@ -422,6 +454,7 @@ pub(super) fn map_outside<B: TrainBackend, M: AutodiffModule<B>>(
         cells,
         position: 0,
         change: &mut change,
+        leaves: HashMap::new(),
     })
 }
 
@@ -441,9 +474,31 @@ struct Outside<'a> {
     cells: &'a Cells,
     position: usize,
     change: &'a mut dyn FnMut(usize, KilnTensor) -> KilnTensor,
+    /// What has become of each node, with or without a gradient, that was replaced by each tensor.
+    leaves: HashMap<(NodeId, bool, TensorId), TrackedTensor>,
 }
 
-map_tensors!(Outside<'_>);
+map_tensors!(Outside<'_>, |this| this);
+
+impl TensorMap for Outside<'_> {
+    fn tensor(&mut self, tensor: KilnTensor) -> KilnTensor {
+        Outside::tensor(self, tensor)
+    }
+
+    /// A leaf in two places of a model is one leaf afterwards, too, if it is one tensor: its gradient is the
+    /// sum over both places.
+    fn tracked(&mut self, tensor: TrackedTensor) -> TrackedTensor {
+        let is_leaf = Tracking::float_is_require_grad(&tensor);
+        let node = tensor.node.id;
+        let changed = Outside::tensor(self, tracked::inner(tensor));
+        let key = (node, is_leaf, changed.clone().into_ir().id);
+        let leaf = self.leaves.entry(key).or_insert_with(|| match is_leaf {
+            true => tracked::untracked(changed).require_grad(),
+            false => tracked::untracked(changed),
+        });
+        leaf.clone()
+    }
+}
 
 impl Outside<'_> {
     fn skip(&mut self) {

@@ -91,7 +91,7 @@ impl Expected {
             // Another step has other numbers.
             let same_length = before.len() == now.len() && !matches!(bindings, Err(Obstacle::NotYet));
             let mut pairs = before.iter().zip(now).enumerate().filter(|_| same_length);
-            let (index, (before, now)) = pairs.find(|(_, (a, b))| a != b)?;
+            let (index, (before, now)) = pairs.find(|(_, (a, b))| !is_same(a, b))?;
             let line = trace.call.run.step.scalar_line(index);
             let line = line.map_or_else(String::new, |line| format!(" at {line}"));
             Some(format!(
@@ -167,7 +167,11 @@ pub(super) fn bind(earlier: &Trace, last: &Trace) -> Result<Bindings, Obstacle> 
         .for_each(|(pinned, _)| *pinned = None);
     let (before, _) = earlier.scalars();
     let (now, _) = last.scalars();
-    if let Some(index) = (0..now.len().max(before.len())).find(|&index| before.get(index) != now.get(index)) {
+    let differs = |&index: &usize| match (before.get(index), now.get(index)) {
+        (Some(before), Some(now)) => !is_same(before, now),
+        _ => true,
+    };
+    if let Some(index) = (0..now.len().max(before.len())).find(differs) {
         let line = last.call.run.step.scalar_line(index);
         let line = line.map_or_else(String::new, |line| format!(" (at {line})"));
         return Err(Obstacle::Reason(format!(
@@ -191,13 +195,17 @@ pub(super) struct Plan<L> {
     device: KilnDevice,
 }
 
-/// Whether two calls give the same numbers: NaN is what NaN is.
-fn is_same(ones: &[ScalarIr], others: &[ScalarIr]) -> bool {
-    let same = |(one, other): (&ScalarIr, &ScalarIr)| match (one, other) {
+/// Whether two calls give the same number: NaN is what NaN is, and zero is not minus zero.
+fn is_same(one: &ScalarIr, other: &ScalarIr) -> bool {
+    match (one, other) {
         (ScalarIr::Float(one), ScalarIr::Float(other)) => one.to_bits() == other.to_bits(),
         (one, other) => one == other,
-    };
-    ones.len() == others.len() && ones.iter().zip(others).all(same)
+    }
+}
+
+/// Whether two calls give the same numbers.
+fn are_same(ones: &[ScalarIr], others: &[ScalarIr]) -> bool {
+    ones.len() == others.len() && ones.iter().zip(others).all(|(one, other)| is_same(one, other))
 }
 
 impl<L: StepInput + Clone> Plan<L> {
@@ -213,7 +221,7 @@ impl<L: StepInput + Clone> Plan<L> {
     ) -> Result<Self, Obstacle> {
         let (model_scalars, optimizer_scalars) = last.scalars();
         let updates = match rehearsed {
-            Some((scalars, updates)) if is_same(scalars, optimizer_scalars) => updates.clone(),
+            Some((scalars, updates)) if are_same(scalars, optimizer_scalars) => updates.clone(),
             _ => {
                 return Err(Obstacle::Reason(
                     "the optimizer's scalars do not follow from its own state alone, or it reads tensors on the host".into(),

@@ -131,7 +131,7 @@ where
                 "type and shape of tensor {index} of the input: {} became {}",
                 before[index], types[index]
             ),
-            None => "plain values of the input, or which of its tensors are one and the same, are others than before".to_owned(),
+            None => "plain values of the input, or which of its tensors are one and the same or are tracked, are others than before".to_owned(),
         }
     }
 
@@ -198,7 +198,7 @@ where
             };
             let rehearsed = own.as_ref().map_or(&*model, |(own, _)| own);
             let host = host_parts(&optim);
-            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened, &host);
+            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened, &host, lr);
             *trained = Some((model, optim));
         }
         let rehearsal = self.rehearsal.as_mut()?;

@@ -113,7 +113,8 @@ pub fn cast_parameters<B: TrainBackend, M: AutodiffModule<B> + Clone>(model: M, 
     );
     drop(model.valid());
     let cells = Cells::of::<B, M>(&model);
-    map_outside(model, &cells, |_, tensor| to(tensor, dtype))
+    let mut casts = Casts::to(dtype);
+    map_outside(model, &cells, |_, tensor| casts.of(tensor))
 }
 
 pub(super) fn is_cast(dtype: DType) -> bool {
@@ -131,6 +132,27 @@ pub(super) fn to(tensor: KilnTensor, dtype: DType) -> KilnTensor {
         _ => FloatDType::F32,
     };
     Kiln::float_cast(tensor, dtype)
+}
+
+/// Casts each tensor once: a parameter that is in two places of a model stays one.
+struct Casts {
+    dtype: DType,
+    made: BTreeMap<TensorId, KilnTensor>,
+}
+
+impl Casts {
+    fn to(dtype: DType) -> Self {
+        Self {
+            dtype,
+            made: BTreeMap::new(),
+        }
+    }
+
+    fn of(&mut self, tensor: KilnTensor) -> KilnTensor {
+        let id = tensor.clone().into_ir().id;
+        let made = self.made.entry(id).or_insert_with(|| to(tensor, self.dtype));
+        made.clone()
+    }
 }
 
 /// Tensors by their position in the order of a model's map.
@@ -277,9 +299,10 @@ impl Stored {
         let copies = copies.filter(|copies| copies.belong_to::<B, M>(model, cells));
         let tensors = copies.map(|copies| copies.tensors).unwrap_or_else(|| {
             let mut tensors = Places::new();
+            let mut narrow = Casts::to(storing.dtype);
             look_outside::<B, M>(model, cells, |position, tensor| {
                 if storing.keeps(&tensor) {
-                    tensors.insert(position, to(tensor, storing.dtype));
+                    tensors.insert(position, narrow.of(tensor));
                 }
             });
             tensors
@@ -302,11 +325,12 @@ impl Stored {
         model: Box<M>,
         cells: &Cells,
     ) -> (Box<M>, Box<M>, Before<M>) {
+        let mut widened = Casts::to(DType::F32);
         let computed = map_outside(M::clone(&model), cells, |position, tensor| {
             match (self.tensors.get(&position).cloned(), self.storing.role) {
                 (None, _) => tensor,
                 (Some(stored), Role::Rounded) => kiln_burn::with_copy(tensor, stored),
-                (Some(stored), _) => to(stored, DType::F32),
+                (Some(stored), _) => widened.of(stored),
             }
         });
         let computed = Box::new(computed);

@@ -16,6 +16,7 @@ mod functions;
 mod harness;
 mod indices;
 mod layouts;
+mod leaves;
 mod loss_scale;
 mod models;
 mod own_optimizers;
