@@ -24,6 +24,37 @@ fn remainders_are_exact() {
     target::check_remainders();
 }
 
+/// NVRTC joins a plain product with the sum behind it, which compilers of the host are told not to do: two
+/// kernels would disagree about one value.
+#[test]
+fn products_are_rounded_before_they_are_added_to() {
+    for (dtype, product) in [
+        ("f32", "__fmul_rn("),
+        ("bf16", "__fmul_rn("),
+        ("f64", "__dmul_rn("),
+    ] {
+        let text = format!(
+            "graph @joined {{
+               %x = parameter 0 : {dtype}[100]
+               %y = parameter 1 : {dtype}[100]
+               %product = mul %x, %y : {dtype}[100]
+               %sum = add %product, %y : {dtype}[100]
+               return %sum
+             }}"
+        );
+        let step = Differential::new(&Graph::parse(&text).unwrap())
+            .compile()
+            .unwrap();
+        let bodies = step
+            .code
+            .functions
+            .iter()
+            .map(|function| function.text.body.as_str());
+        let products: usize = bodies.map(|body| body.matches(product).count()).sum();
+        assert!(products > 0, "{dtype}");
+    }
+}
+
 #[test]
 fn long_sums_are_shared() {
     target::check_long_sums(2.0);

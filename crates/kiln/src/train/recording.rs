@@ -309,8 +309,7 @@ where
         };
         let shares = shares.as_ref().map(|(shares, _)| shares);
         let rehearsed = shares.or(stored).unwrap_or(model);
-        let widened = narrow.is_some();
-        let mut rehearsal = Rehearsal::new(rehearsed, optim, &parameters, widened, &self.host, self.rate)?;
+        let mut rehearsal = Rehearsal::new(rehearsed, optim, &parameters, narrow.is_some(), &self.host)?;
         let scalars = rehearsal.scalars(self.rate)?;
         rehearsal.commit();
         Some((scalars, rehearsal))

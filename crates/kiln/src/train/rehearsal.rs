@@ -61,8 +61,7 @@ pub(super) fn trained_parameters<B: TrainBackend, M: AutodiffModule<B>>(
 #[derive(Clone)]
 struct Class {
     representative: ParamId,
-    /// What one update is, with the rank of the parameters and the scalars at the rate of the call that
-    /// formed the classes.
+    /// What one update is, with the rank of the parameters and the scalars at a sample rate.
     update: (usize, Form, Vec<ScalarIr>),
     /// Where its results go, and the numbers of the state that are no tensors; nothing where the optimizer's
     /// source says that they follow from the rest.
@@ -137,16 +136,14 @@ impl Updates {
 
 impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
     /// A rehearsal that starts from the state of `model` and `optim`, for the parameters that are trained.
-    /// With `widened` the optimizer updates parameters of 16 bits as `f32`. Classes are formed at the
-    /// learning rate `lr` of the call: at a rate of zero some optimizers leave operations out. None if the
-    /// optimizer reads tensors on the host, or parameters cannot be told apart by class.
+    /// With `widened` the optimizer updates parameters of 16 bits as `f32`. None if the optimizer reads tensors
+    /// on the host, or parameters cannot be told apart by class.
     pub(super) fn new<M: AutodiffModule<B>>(
         model: &M,
         optim: &OptimizerAdaptor<O, M, B>,
         parameters: &[ParamId],
         widened: bool,
         host: &HostParts,
-        lr: LearningRate,
     ) -> Option<Self> {
         let shadow = rehearse(|| Shadow::of(model, parameters, widened))?.0;
         let plain: ShadowOptimizer<B, O> = without_state(optim);
@@ -160,7 +157,7 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
             let alone = Box::new(shadow.only(&[parameter]));
             let host = host.get(&parameter).cloned();
             let mut trained = Some((alone, plain.clone().load_record(own)));
-            let ((), recorded) = rehearse_shadow(&mut trained, lr)?;
+            let ((), recorded) = rehearse_shadow(&mut trained, SAMPLE_RATE)?;
             let (model, optim) = trained?;
             let besides = (routes(&*model, &optim, &recorded), host);
             let update = (rank, Form::of(&recorded, blind), recorded.scalars);
@@ -284,6 +281,10 @@ impl<B: TrainBackend, O: SimpleOptimizer<Kiln>> Rehearsal<B, O> {
         optim.load_record(records)
     }
 }
+
+/// The learning rate with which classes are formed. It is the same for all parameters, and not zero, at which
+/// some optimizers leave operations out: variants share a rehearsal, and would replace each other's.
+const SAMPLE_RATE: LearningRate = 1e-3;
 
 /// Runs the optimizer on all parameters of a shadow in a rehearsal, with gradients that have no elements.
 pub(super) fn rehearse_shadow<B: TrainBackend, O: SimpleOptimizer<Kiln>>(

@@ -198,7 +198,7 @@ where
             };
             let rehearsed = own.as_ref().map_or(&*model, |(own, _)| own);
             let host = host_parts(&optim);
-            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened, &host, lr);
+            self.rehearsal = Rehearsal::new(rehearsed, &optim, &parameters, self.widened, &host);
             *trained = Some((model, optim));
         }
         let rehearsal = self.rehearsal.as_mut()?;

@@ -318,46 +318,6 @@ fn a_learning_rate_of_zero_takes_the_optimizers_other_branch() {
 }
 
 #[test]
-fn a_learning_rate_of_zero_is_replayed_and_so_is_the_next() {
-    let _turn = turn();
-    // A warm-up that begins at zero.
-    let rate = |index: usize| if index < 6 { 0.0 } else { 0.01 };
-    let optim = || {
-        AdamWConfig::new()
-            .with_epsilon(1e-3)
-            .with_weight_decay(0.1)
-            .init()
-    };
-    let start = initialised(Mlp::<Compiled>::new(&device()));
-    let copy = || copy_weights::<Compiled, Compiled, _, _>(start.clone(), Mlp::new(&device()), &device());
-    let mut expected = Outcome::default();
-    let (mut model, mut plain) = (Some(copy()), optim());
-    for index in 0..12 {
-        let input = batch(index, EXAMPLES, &device());
-        let loss = plain_step(&mut model, &mut plain, rate(index), input);
-        expected.losses.push(value(loss));
-    }
-    expected.parameters = parameters::<Compiled, _>(&model.unwrap());
-
-    let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch);
-    let mut step = TrainStep::new(copy(), optim(), loss)
-        .with_backend(BACKEND)
-        .build()
-        .unwrap();
-    let mut outcome = Outcome::default();
-    for index in 0..12 {
-        let loss = step.step(rate(index), batch(index, EXAMPLES, &device())).unwrap();
-        outcome.losses.push(value(loss));
-        let history = step.history();
-        assert_eq!(history.obstacle, None, "call {index}");
-        assert!(index != 5 || history.replayed == 3, "{history}");
-    }
-    assert!(step.history().replayed >= 6, "{}", step.history());
-    outcome.parameters = parameters::<Compiled, _>(&step.into_model());
-    outcome.assert_close(&expected, "a rate of zero first");
-}
-
-#[test]
 fn a_number_of_the_loss_that_is_nan_is_one_that_stays() {
     let _turn = turn();
     let loss = |model: &Mlp<Compiled>, batch: Batch<Compiled>| model.loss(batch).mul_scalar(f64::NAN);
