@@ -143,7 +143,7 @@ pub(crate) fn check(family: &'static str, rest: &Map<String, Value>) -> Result<(
 pub(crate) fn warn_of_unknown<'a>(family: &str, place: &str, unknown: impl Iterator<Item = &'a str>) {
     let names: Vec<&str> = unknown.collect();
     if !names.is_empty() {
-        tracing::warn!(
+        kiln_log::warn!(
             "{family} config: {place} has fields that are not known and not used: {}; compare with the original \
              library if one of them changes the model",
             names.join(", ")

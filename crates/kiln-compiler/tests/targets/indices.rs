@@ -244,7 +244,7 @@ fn a_product_overwrites_no_argument_of_a_step_with_checks() {
     };
     assert_eq!(run(9), None);
     assert_eq!(run(10).expect("it is out of range").index, 10);
-    assert_eq!(step.aliases(), [None]);
+    assert_eq!(step.aliases()[0], None);
 }
 
 #[test]
