@@ -81,7 +81,7 @@ fn an_input_that_is_tracked_is_another_step() {
         }
     }
     const CALLS: usize = 24;
-    let batch = |index: usize| match index >= 10 && index % 2 == 0 {
+    let batch = |index: usize| match index >= 10 && index.is_multiple_of(2) {
         true => input(index).require_grad(),
         false => input(index),
     };
