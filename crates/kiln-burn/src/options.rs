@@ -142,10 +142,10 @@ pub struct CompileOptions {
     /// the limit, too. For each forward pass of a function that is compiled with its gradients this also
     /// bounds how many backward passes are compiled for losses of some of its outputs. Default: 8.
     pub recompile_limit: usize,
-    /// Threads of the executable; 0 is the number of cores, and in a step of several ranks this rank's share of
-    /// them. Results are the same bits on any number of threads. With a [`CompileOptions::memory_budget`] they
-    /// may differ in rounding: the working memory of threads counts, and what fits decides what is kept and
-    /// which operations share a kernel. Default: 0.
+    /// Threads of the executable; 0 is the number of cores, and in a step of several ranks this rank's share
+    /// of them. Results are the same bits on any number of threads. With a [`CompileOptions::memory_budget`]
+    /// they may differ in rounding: the working memory of threads counts, and what fits decides what is kept
+    /// and which operations share a kernel. Default: 0.
     pub threads: usize,
     /// Whether products of f32 on a GPU may round their operands to 10 bits of fraction, for the tensor
     /// cores: several times faster, with errors of some 1e-3. Default: false.

@@ -294,8 +294,8 @@ pub struct BenchArguments {
         conflicts_with = "infer"
     )]
     pub weights: WeightsArgument,
-    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config does;
-    /// not for the table, nor for a forward pass alone
+    /// Let the ranks divide the optimizer's state among them, as `distributed.sharded_state` of a config
+    /// does; not for the table, nor for a forward pass alone
     #[arg(long, conflicts_with_all = ["table", "infer"])]
     pub sharded: bool,
     /// Time the forward pass alone

@@ -45,8 +45,8 @@ struct Measured {
 }
 
 /// Bytes that Burn's autograd keeps alive for the backward pass after an eager forward pass over all batches
-/// of a step: all tensors that exist then besides model and batches, which the caller keeps. The compiled step
-/// holds what it keeps of all batches together, too.
+/// of a step: all tensors that exist then besides model and batches, which the caller keeps. The compiled
+/// step holds what it keeps of all batches together, too.
 ///
 /// # Errors
 ///

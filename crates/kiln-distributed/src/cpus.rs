@@ -1,9 +1,9 @@
 //! The CPUs that a rank may use, and how many ranks share them.
 //!
-//! A launcher binds each rank to cores of its own, or all ranks of a socket to that socket, or binds nobody; a
-//! container or a batch system leaves all of them a part of the machine. None of that shows in the number of
-//! CPUs alone. So ranks tell each other their sets of CPUs when they are connected, and each counts whose meet
-//! its own.
+//! A launcher binds each rank to cores of its own, or all ranks of a socket to that socket, or binds nobody;
+//! a container or a batch system leaves all of them a part of the machine. None of that shows in the number
+//! of CPUs alone. So ranks tell each other their sets of CPUs when they are connected, and each counts whose
+//! meet its own.
 
 use std::fs;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -96,8 +96,8 @@ impl Cpus {
     }
 }
 
-/// Threads for rank `rank`: its share of the `allowed` CPUs, given those of all ranks. Where they are not known
-/// the `local_size` ranks of the machine share them.
+/// Threads for rank `rank`: its share of the `allowed` CPUs, given those of all ranks. Where they are not
+/// known the `local_size` ranks of the machine share them.
 pub(crate) fn share(all: &[Cpus], rank: usize, allowed: usize, local_size: usize) -> usize {
     let sharing = match all.get(rank) {
         Some(own) if own.machine != 0 => all.iter().filter(|other| own.meet(other)).count(),

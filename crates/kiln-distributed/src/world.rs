@@ -330,9 +330,9 @@ impl World {
     }
 
     /// How many threads this rank should compute with: its share of the CPUs that it may use. Ranks that the
-    /// launcher bound to the same CPUs share them, and so do all ranks of a machine where it bound none; a rank
-    /// with CPUs of its own has all of these. Ranks that `torchrun` started, which compute on GPUs, share those of
-    /// their machine.
+    /// launcher bound to the same CPUs share them, and so do all ranks of a machine where it bound none; a
+    /// rank with CPUs of its own has all of these. Ranks that `torchrun` started, which compute on GPUs,
+    /// share those of their machine.
     pub fn threads(&self) -> usize {
         self.inner.threads
     }

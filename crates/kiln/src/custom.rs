@@ -218,8 +218,8 @@ pub struct CSource {
 /// copied, no code outside the step runs, and an exported step takes it along. The host function is the
 /// reference: it runs on all other backends, and outside of steps.
 ///
-/// A source is a file of its own, that includes none but those of the system (`include_str!` takes its text from
-/// a file), and defines
+/// A source is a file of its own, that includes none but those of the system (`include_str!` takes its text
+/// from a file), and defines
 ///
 /// ```c
 /// void operation(const kiln_tensor *inputs, const kiln_tensor *outputs);
@@ -283,8 +283,8 @@ pub struct CSource {
 ///
 /// # Panics
 ///
-/// As [`custom_op`], and if the source includes a file by a name in quotes: what is in such a file is no part of
-/// the key in the disk cache, and a step would keep the code of an earlier version.
+/// As [`custom_op`], and if the source includes a file by a name in quotes: what is in such a file is no part
+/// of the key in the disk cache, and a step would keep the code of an earlier version.
 pub unsafe fn custom_op_with_c<B, const D: usize, I, F, G>(
     name: &str,
     inputs: I,

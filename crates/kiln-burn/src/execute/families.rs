@@ -395,8 +395,8 @@ fn extent(graph: &Graph, dimension: Dimension) -> usize {
 const FAR: usize = 1 << 24;
 
 /// About `count` sizes of a range besides `size`: small and large ones, powers of two, odd and even ones; and
-/// a few that are shorter than a vector. A range without an end reaches to twice the size, and one with an end
-/// that no tensor has to [`FAR`]; there are none of a range that ends before it begins.
+/// a few that are shorter than a vector. A range without an end reaches to twice the size, and one with an
+/// end that no tensor has to [`FAR`]; there are none of a range that ends before it begins.
 fn sample_sizes(size: usize, (least, most): (usize, usize), count: usize) -> Vec<usize> {
     let twice = size.max(16).saturating_mul(2);
     let most = match most {

@@ -67,7 +67,8 @@ pub struct Measurement {
     /// Timed calls that were recorded instead of replayed: proofs.
     #[serde(default)]
     pub proofs: usize,
-    /// The time of these calls beyond the median of all calls, as a part of the time of all calls; at least 0.
+    /// The time of these calls beyond the median of all calls, as a part of the time of all calls; at least
+    /// 0.
     #[serde(default)]
     pub proof_share: f64,
 }

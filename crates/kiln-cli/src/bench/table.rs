@@ -6,9 +6,9 @@
 //! the first round, and later rounds find what the first has compiled. Of the rounds the one with the median
 //! step time counts. The line "cached" is a process of Kiln that finds the first one's cache.
 //!
-//! On a GPU the models are larger, and PyTorch also runs with CUDA graphs (`torch-overhead`). All programs let
-//! products of f32 use TF32 there, or none does: `--tf32` says so. Memory budgets and the types of weights are
-//! Kiln's alone.
+//! On a GPU the models are larger, and PyTorch also runs with CUDA graphs (`torch-overhead`). All programs
+//! let products of f32 use TF32 there, or none does: `--tf32` says so. Memory budgets and the types of
+//! weights are Kiln's alone.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};

@@ -225,8 +225,8 @@ fn keys(config: &Config) -> Vec<(String, String)> {
     found
 }
 
-/// Threads of a rank's steps: its share of the CPUs that it may use ([`World::threads`]); 0, for all, where it is
-/// alone.
+/// Threads of a rank's steps: its share of the CPUs that it may use ([`World::threads`]); 0, for all, where
+/// it is alone.
 pub fn threads(world: &World) -> usize {
     match world.size() {
         1 => 0,

@@ -51,8 +51,8 @@ struct Part {
     value: Value,
 }
 
-/// The axis and the slices that `value` consists of, in order, if it is a slice in zeros or a sum of such. The
-/// sums in between go to `inner`.
+/// The axis and the slices that `value` consists of, in order, if it is a slice in zeros or a sum of such.
+/// The sums in between go to `inner`.
 fn parts(
     graph: &Graph,
     users: &Users,
@@ -160,8 +160,8 @@ mod tests {
     use kiln_graph::testing::random_arguments;
     use kiln_graph::{DType, Shape, interpret};
 
-    /// The gradient of `steps` slices of one tensor, every other of which is used: a sum that grows at its end,
-    /// of the last slice first, as Burn makes it.
+    /// The gradient of `steps` slices of one tensor, every other of which is used: a sum that grows at its
+    /// end, of the last slice first, as Burn makes it.
     fn gradient(steps: usize) -> Graph {
         let (mut graph, p) = (Graph::new("gradient"), Provenance::default());
         let ty = |extent: usize| TensorType::new(DType::F32, Shape::from(&[2, extent][..]));

@@ -419,7 +419,8 @@ mod tests {
         assert!(after * 4 < before * 3, "{after} of {before} updates are left");
     }
 
-    /// A loop of `steps` over time: each reads its part of `x`, and writes twice that; and the gradient of it.
+    /// A loop of `steps` over time: each reads its part of `x`, and writes twice that; and the gradient of
+    /// it.
     fn recurrent(steps: usize) -> Graph {
         let (mut graph, p) = (Graph::new("recurrent"), Provenance::default());
         let whole = floats(&[2, steps, 3]);

@@ -177,9 +177,9 @@ pub fn near(op: UnaryOp, dtype: DType, x: &str) -> String {
     }
 }
 
-/// `a * b` of floats, rounded. The compiler joins a plain product with a sum behind it, which rounds once: two
-/// kernels that compute one value would disagree about it, `x * x - y * y` of equal numbers would not be 0, and
-/// `(x * 20 - 10).floor()` not what the program says.
+/// `a * b` of floats, rounded. The compiler joins a plain product with a sum behind it, which rounds once:
+/// two kernels that compute one value would disagree about it, `x * x - y * y` of equal numbers would not be
+/// 0, and `(x * 20 - 10).floor()` not what the program says.
 fn product(dtype: DType, a: &str, b: &str) -> String {
     let function = match dtype.compute() {
         DType::F32 => "__fmul_rn",
